@@ -14,7 +14,7 @@ import typer.main
 
 from fedvlm.channel.settings import Channel
 from fedvlm.cli import app
-from fedvlm.core import Schedule, methods
+from fedvlm.core import OPTIONAL_PROTOCOLS, TRAIT_GROUPS, Schedule, Traits, methods
 from fedvlm.core.schema import range_of
 from fedvlm.data.clients import Clients
 from fedvlm.evaluate.protocols import protocols
@@ -170,6 +170,64 @@ def doc(thing: Any) -> str:
     return f"`{thing}`" if isinstance(thing, int) else f"a {type(thing).__name__}"
 
 
+CONTRACT_OPENING = """# What a method may say
+
+Beside its name, its settings and the six verbs ([concepts](../explanation/concepts.md)). This page
+is made from `fedvlm.core`; what is not on it, nothing reads. `register` refuses a name that is
+nearly one of these.
+"""
+
+
+def contract_page() -> str:
+    """Three tables: traits, settings that engines read, and optional verbs."""
+    traits = [
+        (f"`{name}`", contract_value(field.default), field.metadata["doc"])
+        for group, traits_class in {"": Traits, **TRAIT_GROUPS}.items()
+        for field in fields(traits_class)
+        for name in [f"{group}.{field.name}" if group else field.name]
+        if name not in TRAIT_GROUPS
+    ]
+    settings = [
+        (f"`{field.name}`", contract_value(field.default), str(range_of(field) or ""), field.metadata["doc"])
+        for field in fields(Schedule)
+    ]
+    verbs = [(describe_protocol(kind), (inspect.getdoc(kind) or "").replace("\n", " ")) for kind in OPTIONAL_PROTOCOLS]
+    return "\n".join(
+        [
+            CONTRACT_OPENING,
+            "## Traits\n",
+            f"{' '.join((inspect.getdoc(Traits) or '').split())}\n",
+            *contract_table(("trait", "if left out", "what it says"), traits),
+            "\n## Settings that engines and parts read\n",
+            "A method with a `loss` has the first three.\n",
+            *contract_table(("setting", "if left out", "it takes", "what it is"), settings),
+            "\n## Optional verbs\n",
+            "A name without brackets is a setting that goes with the verb.\n",
+            *contract_table(("verb", "what it gives"), verbs),
+            "",
+        ]
+    )
+
+
+def contract_value(default: Any) -> str:
+    return "-" if default is None or default == frozenset() else f"`{default}`"
+
+
+def describe_protocol(kind: type) -> str:
+    """What a protocol asks for: verbs with their arguments, settings by name."""
+    members = [(name, member) for name, member in vars(kind).items() if not name.startswith("_")]
+    verbs = [
+        (name, list(inspect.signature(member).parameters)[1:]) for name, member in members if inspect.isfunction(member)
+    ]
+    signatures = [f"`{name}({', '.join(words)})`" for name, words in verbs]
+    return ", ".join(signatures + [f"`{name}`" for name, member in members if isinstance(member, property)])
+
+
+def contract_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [head, ("---",) * len(head), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
 PAGES: dict[str, Callable[[], list[str]]] = {
     "methods": methods_page,
     "encoders": lambda: listed("encoders", "Encoders"),
@@ -192,3 +250,7 @@ def write(folder: Path) -> None:
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":  # the page that is in the repository; the others are made when the documentation is built
+    (Path(__file__).parent / "reference" / "contract.md").write_text(contract_page(), encoding="utf-8")

@@ -27,7 +27,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         runs = [fedvlm.run(method, out=f"{folder}/{number}", **SETTINGS) for number, method in enumerate(METHODS)]
         table = fedvlm.compare(*runs)  # a pandas data frame, one row per run
-        print(table[["own", "exchanges", "kB per client"]].round(3))  # to read
+        print(table[["own", "rounds", "kB per client"]].round(3))  # to read
         print(table[["own", "kB per client"]].to_latex(float_format="%.3f"))  # to paste
         per_client = runs[2].frame()  # one row per client
         worst = per_client.loc[per_client.accuracy.idxmin()]

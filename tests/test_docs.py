@@ -9,7 +9,7 @@ import pytest
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Frozen, make, methods
-from fedvlm.data.clients import By, Clients
+from fedvlm.data.clients import Clients, PartitionKind
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.encoders import ENCODERS
 from fedvlm.errors import FedVLMError
@@ -79,7 +79,7 @@ def test_the_settings_page_has_every_word_of_a_choice():
             if isinstance(word, str):
                 assert f"`{word}`" in documented[field.name], f"{field.name} = {word!r} is not on the page"
     ways = {row[0]: " ".join(row[1:]) for row in table("reference/settings.md", "`clients.`")}["`partition`"]
-    assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(By))
+    assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(PartitionKind))
 
 
 def test_encoders_offer_what_the_page_says():

@@ -1,7 +1,6 @@
-"""Imports point one way: every module imports only what stands before it in the sentence."""
+"""Imports point one way, between packages and between modules; imports inside functions count too."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,37 +36,62 @@ ORDER = [
     "deploy",
     "cli",
 ]
-NAMED = {("core.registry", "methods")}  # lazy: the list of all methods is made when it is asked for
-MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem[0] != "_")
+# The list of all methods is made when it is asked for: the registry imports the methods, which import the registry.
+EXCEPTIONS = {("core.registry", "methods")}
 
 
-def name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-def layer(module: str) -> int:
-    """The longest name of the order that the module's begins with."""
-    fits = [package for package in ORDER if f"{module}.".startswith(f"{package}.")]
-    assert fits, f"{module} has no place in the order of layers; give it one in {__file__}"
-    return ORDER.index(max(fits, key=len))
+# The package's own __init__ and __main__ look names up in other modules only when they are used.
+PATHS = {module_name(path): path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT or path.stem[0] != "_"}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every module of ours that is imported, at the top, in a function or for types alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def layer_of(module: str) -> int:
+    """Return the place in the order of the longest name that the module's begins with."""
+    packages = [package for package in ORDER if f"{module}.".startswith(f"{package}.")]
+    assert packages, f"fedvlm.{module} has no place in the order of layers; give it one in {__file__}"
+    return ORDER.index(max(packages, key=len))
+
+
+def imported_modules(module: str) -> set[str]:
+    """Return our modules that a module imports: at the top, in a function or for types alone."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(PATHS[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively; write the whole name"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        internal = (alias.removeprefix("fedvlm.") for alias in names if alias.startswith("fedvlm."))
-        yield from (alias for alias in internal if not alias.startswith("__"))  # the version is no module
+            assert node.level == 0, f"fedvlm.{module} imports relatively; write the full name"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    internal = {name.removeprefix("fedvlm.") for name in names if name.startswith("fedvlm.")}
+    targets = {name if name in PATHS else name.rpartition(".")[0] for name in internal}
+    return {target for target in targets & PATHS.keys() if (module, target) not in EXCEPTIONS} - {module}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_module_imports_only_what_stands_before_it(path: Path) -> None:
-    module = name(path)
-    wrong = [target for target in imported(path) if layer(target) > layer(module) and (module, target) not in NAMED]
-    assert not wrong, f"fedvlm.{module} imports {', '.join(wrong)}, which stand after it"
+IMPORTS = {module: imported_modules(module) for module in PATHS}
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_a_module_imports_only_what_stands_before_it(module: str) -> None:
+    later = sorted(target for target in IMPORTS[module] if layer_of(target) > layer_of(module))
+    assert not later, f"fedvlm.{module} imports {', '.join(later)}, which stand after it"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    finished: set[str] = set()
+
+    def visit(module: str, chain: tuple[str, ...]) -> None:
+        assert module not in chain, "a circle of imports: " + " -> ".join([*chain[chain.index(module) :], module])
+        if module not in finished:
+            for target in sorted(IMPORTS[module]):
+                visit(target, (*chain, module))
+            finished.add(module)
+
+    for module in IMPORTS:
+        visit(module, ())
+
+
+def test_every_exception_is_used() -> None:
+    for module, target in EXCEPTIONS:
+        assert f"import fedvlm.{target}" in PATHS[module].read_text(encoding="utf-8")

@@ -1,7 +1,9 @@
 """The lock file and the page of licences have what the project asks for."""
 
+import ast
 import re
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -45,3 +47,21 @@ def test_page_of_licences_has_every_direct_dependency():
     required = names(PROJECT["dependencies"]).union(*map(names, extras))
     assert required - listed == set()
     assert "not said" not in page
+
+
+def test_every_package_that_is_imported_is_declared():
+    declared = names(PROJECT["dependencies"]).union(*map(names, EXTRAS.values()))
+    homes = packages_distributions()
+    missing = set()
+    for folder in ("src", "tests", "tools", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "peer" in path.parts:  # other libraries, each in an environment of its own
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                for module in imported:
+                    distributions = {canonicalize_name(name) for name in homes.get(module.split(".")[0], [])}
+                    if distributions and not distributions & (declared | {"fedvlm"}):
+                        missing.add(f"{path.relative_to(ROOT)} imports {module}")
+    assert not missing, "declare in pyproject.toml what is imported: " + "; ".join(sorted(missing))

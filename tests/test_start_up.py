@@ -33,6 +33,7 @@ def train(*given, usual=run.train):
 run.train = train
 fedvlm.run("fedgh", workers=2, seeds=[0, 1], **told)
 assert "torch._dynamo" not in sys.modules
+assert "_dynamo" not in vars(torch)
 assert not torch._dynamo.is_compiling()
 assert torch._dynamo is sys.modules["torch._dynamo"]
 assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2, 2]
@@ -43,6 +44,29 @@ def run(script, *args, **kwargs):
     done = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True, **kwargs)
     assert not done.returncode, done.stderr
     return done.stdout
+
+
+IMPORTS = """
+import importlib, pkgutil, sys, threading
+import torch
+
+before = {name: getattr(torch, name) for name in ("get_num_threads", "get_default_dtype", "is_grad_enabled")}
+before = {name: read() for name, read in before.items()}
+names, threads = set(vars(torch)), threading.active_count()
+import fedvlm
+for module in ("tensors", "core", "methods", "parts", "maths", "channel", "engines", "evaluate", "runner", "testing"):
+    package = importlib.import_module(f"fedvlm.{module}")
+    for info in pkgutil.iter_modules(getattr(package, "__path__", [])):
+        if info.name != "flower":
+            importlib.import_module(f"fedvlm.{module}.{info.name}")
+assert "_dynamo" not in set(vars(torch)) - names, "torch._dynamo is replaced for the whole process"
+assert before == {name: getattr(torch, name)() for name in before}
+assert threads == threading.active_count()
+"""
+
+
+def test_importing_fedvlm_changes_nothing_in_the_process():
+    run(IMPORTS)
 
 
 def test_a_gradient_imports_no_compiler_in_any_process_and_leaves_it_to_those_who_compile():

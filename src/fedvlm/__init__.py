@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from fedvlm.classifier.late_join import join
     from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
+    from fedvlm.errors import DataWarning
     from fedvlm.result import Result, resume, run, sweep
     from fedvlm.result import compare_runs as compare
 
 __version__ = "0.2.0"
 __all__ = [
+    "DataWarning",
     "Personalised",
     "Result",
     "compare",
@@ -26,6 +28,7 @@ __all__ = [
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
 _HOMES = {
+    "DataWarning": "errors",
     "join": "classifier.late_join",
     "Personalised": "classifier.personalised",
     "Result": "result",

@@ -25,6 +25,10 @@ class FederationError(FedVLMError):
     """Something that went wrong at a client or between a client and the server."""
 
 
+class DataWarning(UserWarning):
+    """A property of the data that makes a run unreliable, such as a client with a single class."""
+
+
 class OutsideWarning(UserWarning):
     """An outside package that cannot be loaded; everything else goes on without it."""
 

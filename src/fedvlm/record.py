@@ -76,8 +76,8 @@ def differences(
 class Record:
     """One run's directory."""
 
-    def __init__(self, folder: Path, on_line: Callable[[str, Any], None] | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path, on_line: Callable[[str, Any], None] | None = None) -> None:
+        self.folder = Path(folder)
         self.on_line = on_line  # is told of every line that is written
 
     def start(self, manifest: Mapping[str, Any]) -> None:

@@ -14,14 +14,14 @@ from markupsafe import Markup
 from fedvlm.classifier.personalised import Personalised, client_classifier, unseen_classifier
 from fedvlm.data.arrays import are_arrays, from_arrays
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, DataWarning
 from fedvlm.record import Record
 from fedvlm.report.columns import ranking_curve
 from fedvlm.report.plots import diagram
 from fedvlm.report.runs import read_runs
 from fedvlm.report.tables import compare_table, comparison_frame, scores_frame, table_cells
 from fedvlm.runner import run as runner
-from fedvlm.runner.experiments import build_all, expand, run_all
+from fedvlm.runner.experiments import build_all, expand, split_outcomes
 from fedvlm.runner.experiments import read_grid as grid_of
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings, build, with_method
@@ -79,11 +79,10 @@ class Result(Record):
 def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any:
     """Runs side by side as a pandas data frame; a run is a result, its directory, or a page.
 
-    `columns` are further ones, as kappa or worst, and settings, as method.blocks.
+    `columns` are further ones, as condition_number or worst, and settings, as method.blocks.
     """
     return comparison_frame(
-        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))],
-        columns,
+        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))], columns
     )
 
 
@@ -111,39 +110,58 @@ def run(
     unless `again`; an unfinished one goes on. `track` names trackers, as "tensorboard:DIR", or
     functions of the run's name and a line of its record.
     """
-    has_arrays = are_arrays(settings.get("clients"))
-    if settings.get("clients") == {}:
-        raise DataError('clients = {} holds no rows; give arrays, as {"a": (x, y), …}')
+    clients = settings.get("clients")
+    has_arrays = are_arrays(clients)
+    if clients == {} or isinstance(clients, list | tuple):
+        raise DataError(
+            'clients must be a dict of arrays by client name, as {"a": (x, y), "b": (x, y)}; got '
+            + ("{}" if clients == {} else f"a {type(clients).__name__}")
+        )
     if has_arrays:
+        if beside := [name for name in ("data", "encoder", "source", "access") if name in settings]:
+            raise DataError(
+                f"{beside[0]} = {settings[beside[0]]!r} does not apply to samples in memory (clients = arrays); "
+                "leave one of them out"
+            )
         embedded = from_arrays(settings.pop("clients"), classes, text, scale)
         clients_settings = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
         settings = {"clients": clients_settings, "protocol": "own-test", **settings}
     elif ratios is not None:
-        raise DataError('ratios go with rows in memory; for other data write clients={"ratios": …}')
+        raise DataError('ratios are for samples in memory; for other data write clients={"ratios": …}')
     elif classes is not None or text is not None:
-        raise DataError('classes and text go with rows in memory: clients={"a": (x, y), …}')
+        raise DataError('classes and text are for samples in memory: clients={"a": (x, y), …}')
     if embedded is not None and not isinstance(embedded, EmbeddedTable):
         raise DataError(
-            f"embedded is a {type(embedded).__name__} and takes a table of fedvlm; give arrays as "
+            f"embedded must be a table of fedvlm, got a {type(embedded).__name__}; give arrays as "
             'clients={"a": (x, y), …}'
         )
-    built = build(with_method(method, settings))
+    run_settings = build(with_method(method, settings))
     trackers = Trackers(track)
-    passing = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
-    place = passing or out
+    temporary = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
+    messages: list[str] = []
     try:
-        done = runner.execute(built, place, again, embedded, progress, trackers if track else None)
+        done = runner.execute(
+            run_settings,
+            temporary or out,
+            again=again,
+            embedded=embedded,
+            progress=progress,
+            on_line=trackers if track else None,
+            warn=messages.append,
+        )
     except BaseException:
-        if passing is not None:
-            shutil.rmtree(passing, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
         trackers.close()
+        for message in messages:
+            warn(message, DataWarning, stacklevel=2)
     for message in trackers.notes:
         warn(message, stacklevel=2)
     result = Result(done.folder)
-    if passing is not None:  # the record of a run that was to leave none goes with its result
-        weakref.finalize(result, shutil.rmtree, passing, ignore_errors=True)
+    if temporary is not None:  # the record is removed with its result
+        weakref.finalize(result, shutil.rmtree, temporary, ignore_errors=True)
     return result
 
 
@@ -177,12 +195,12 @@ def sweep(
     )
     row = {**values, "method": {"name": method_object.name, **asdict(method_object)}}
 
-    def go(all: Sequence[Settings], enduring: bool) -> Sequence[Record | Exception]:
-        home = Path(out) if out is not None else Path("runs")
-        requested = [(point_settings, home / runner.default_name(point_settings, embedded)) for point_settings in all]
-        return runner.execute_all(requested, again, embedded, progress, keep_going=enduring)
-
-    done, failed = run_all(build_all(expand([row], points), list(points)), list(points), go)
+    all_settings = build_all(expand([row], points), list(points))
+    home = Path(out) if out is not None else Path("runs")
+    requests = [(run_settings, home / runner.default_name(run_settings, embedded)) for run_settings in all_settings]
+    options = {"again": again, "embedded": embedded, "progress": progress}
+    outcomes = runner.execute_all(requests, **options, keep_going=bool(points))
+    done, failed = split_outcomes(all_settings, outcomes, list(points))
     for message in failed:
         warn(message, stacklevel=2)
     frame = comparison_frame(done, [*points, *columns])

@@ -1,10 +1,11 @@
 """Small operations over flat dicts of tensors."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from math import inf, isnan
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -14,12 +15,8 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 
-class _Unloaded:
-    """Stands where torch._dynamo will be once something compiles.
-
-    torch.func switches compiled autograd off around every gradient, and for that alone would import
-    the compiler: seconds in every process. Where it is not loaded there is nothing to switch off.
-    """
+class _UnloadedCompiler:
+    """Stands for torch._dynamo until something compiles."""
 
     compiled_autograd = SimpleNamespace(_disable=nullcontext)
 
@@ -27,8 +24,29 @@ class _Unloaded:
         return getattr(import_module("torch._dynamo"), name)  # which then takes this place itself
 
 
-if "torch._dynamo" not in sys.modules:
-    vars(torch)["_dynamo"] = _Unloaded()
+_COMPILER_LOCK = Lock()
+_compiler_users = 0
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Take gradients without importing torch's compiler, which takes seconds in every process.
+
+    torch.func switches compiled autograd off around every gradient, and imports the compiler for that alone. Where it
+    is not loaded there is nothing to switch off.
+    """
+    global _compiler_users
+    with _COMPILER_LOCK:
+        _compiler_users += 1
+        if "torch._dynamo" not in sys.modules:
+            vars(torch)["_dynamo"] = _UnloadedCompiler()
+    try:
+        yield
+    finally:
+        with _COMPILER_LOCK:
+            _compiler_users -= 1
+            if not _compiler_users and isinstance(vars(torch).get("_dynamo"), _UnloadedCompiler):
+                del vars(torch)["_dynamo"]
 
 
 T = TypeVar("T")

@@ -44,7 +44,7 @@ class Server:
         return reply.error.reason if reply.has_error() else reply.content
 
     def setup(self, id, largest=30, **changes):
-        plan = {"stage": "setup", "plan": plan_digest(self.request(id, largest).about)}
+        plan = {"stage": "setup", "plan": plan_digest(self.request(id, largest).header)}
         reply = self.send(id, {**sum_settings(len(self.nodes)), **plan, **changes})
         if isinstance(reply, str):
             return reply

@@ -57,7 +57,7 @@ def test_what_the_channel_keeps_is_in_no_message():
     sent = [from_records(message.content, "") for message in engine.grid.messages]
     names = {key for channel_message in sent for key in channel_message.arrays}
     assert names == {"head", "head/scale"}
-    assert any("channel/left/head" in str(engine.grid.state(id).about) for id in world.members)
+    assert any("channel/left/head" in str(engine.grid.state(id).header) for id in world.members)
 
 
 SECURE = Channel(clip=0.5, secure=True)
@@ -113,7 +113,7 @@ def run_one(world, engine, state, initial_local):
 
 def test_a_site_that_fails_in_a_secure_round_is_named_and_the_sum_of_the_others_stands(monkeypatch):
     def spoil(message):
-        if message.about["client"] == "client-1":
+        if message.header["client"] == "client-1":
             raise FederationError("its rows are gone")
 
     world, engine, state, initial_local = secure_engine(monkeypatch, spoil)
@@ -129,7 +129,7 @@ def test_a_site_that_fails_in_a_secure_round_is_named_and_the_sum_of_the_others_
 
 def test_below_the_quorum_a_secure_round_stops_and_says_why(monkeypatch):
     def spoil(message):
-        if message.about["client"] != "client-1":
+        if message.header["client"] != "client-1":
             raise FederationError("its rows are gone")
 
     with pytest.raises(FederationError, match="of 4 clients answered(.|\n)*its rows are gone"):

@@ -88,7 +88,7 @@ def test_rows_set_aside_are_read_by_nothing_else() -> None:
     assert all(torch.equal(first.local[key], second.local[key]) for key in first.local)
     assert all(torch.equal(first.shared[key], second.shared[key]) for key in first.shared)
     assert first.calibration is not None and second.calibration is not None
-    assert first.calibration.log_heat == second.calibration.log_heat
+    assert first.calibration.log_temperature == second.calibration.log_temperature
     assert not torch.equal(first.calibration.scores, second.calibration.scores)
 
 
@@ -117,7 +117,7 @@ def test_a_promise_needs_so_many_rows(coverage: float, rows: int) -> None:
     calibration = Calibration(0.0, 5, torch.arange(rows).double(), torch.zeros(rows).long())
     assert score_limits(calibration, names, coverage) == rows - 1
     short = Calibration(0.0, 5, calibration.scores[1:], calibration.labels[1:])
-    with pytest.raises(DataError, match=f"needs {rows} rows set aside, and {rows - 1} are there"):
+    with pytest.raises(DataError, match=f"needs {rows} calibration samples, got {rows - 1}"):
         score_limits(short, names, coverage)
 
 
@@ -145,9 +145,9 @@ def test_temperature_leaves_the_order_and_makes_a_boaster_modest() -> None:
 def test_no_coverage_is_promised_without_rows_or_outside_reason() -> None:
     classifier = fedvlm.run("alone", clients=federation()).personalised("a")
     x, _ = rows(5, 3)
-    with pytest.raises(SettingsError, match="coverage = 1.5"):
+    with pytest.raises(SettingsError, match="coverage must be above 0 and below 1, got 1.5"):
         classifier.predict_set(x, 1.5)
-    with pytest.raises(DataError, match="needs 19 rows set aside, and 16 are there.*0.94"):
+    with pytest.raises(DataError, match="needs 19 calibration samples, got 16.*0.94"):
         classifier.predict_set(x)
     assert classifier.predict_set(x, 0.9)[0][0] == classifier.predict(x)[0]
     with pytest.raises(DataError, match="no rows were set aside"):

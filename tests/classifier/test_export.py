@@ -168,11 +168,7 @@ def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path
 
 @pytest.mark.parametrize(
     ("images", "message"),
-    [
-        (["nowhere"], "there is no "),
-        (["empty"], "has no images"),
-        (["note.txt"], "does not end as"),
-    ],
+    [(["nowhere"], "there is no "), (["empty"], "has no images"), (["note.txt"], "does not end as")],
 )
 def test_places_without_pictures_are_refused(runs, tmp_path, images, message):
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
@@ -226,7 +222,7 @@ def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, c
     done = call("ledger", tmp_path, "--head", head[:10])
     assert done.exit_code == 0
     assert "not allowed here" in done.stdout
-    assert "2 lines, each follows the one before" in done.stderr
+    assert "2 lines, the hash chain is intact" in done.stderr
     assert len(json.loads(call("ledger", tmp_path, "--json").stdout)) == 2
     ledger.path.write_text(ledger.path.read_text().replace('"bytes": 3', '"bytes": 1'))
     done = call("ledger", tmp_path)

@@ -109,7 +109,7 @@ def test_the_command_writes_a_classifier_and_says_how_good_it_is(tmp_path):
     fedvlm.run("tofa", data=str(tmp_path / "old"), out=run, protocol="own-test", allow_small=True)
     output = CliRunner().invoke(app, ["join", run, str(tmp_path / "new"), "--output", out])
     assert output.exit_code == 0, output.output
-    assert "new: 100.00 % of " in output.output
+    assert "new: 100.00 % accuracy on " in output.output
     assert Personalised.from_pretrained(out).client == "new"
 
 
@@ -124,4 +124,4 @@ def test_a_late_client_is_calibrated_and_has_a_card_like_an_exported_one(tmp_pat
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "26 validation rows" in card and "13 rows that nothing" in card and "0.92" in card
     again = Personalised.from_pretrained(tmp_path / "mine").calibration
-    assert again.log_heat == calibration.log_heat and torch.equal(again.scores, calibration.scores)
+    assert again.log_temperature == calibration.log_temperature and torch.equal(again.scores, calibration.scores)

@@ -28,7 +28,7 @@ def test_predict_tells_ranks_sets_and_decisions_in_both_forms(runs, folder, tmp_
     }
     for prediction in output["predictions"]:
         assert prediction["decision"] == (prediction["set"][0] if len(prediction["set"]) == 1 else "")
-    with pytest.raises(DataError, match="needs 19 rows set aside, and 2 are there"):
+    with pytest.raises(DataError, match="needs 19 calibration samples, got 2"):
         call("predict", tmp_path / "c", images, "--coverage", "0.95")
 
 
@@ -51,7 +51,7 @@ def test_score_measures_labelled_images(runs, folder, tmp_path, call):
     assert output["size"] == pytest.approx(np.mean([len(prediction.prediction_set) for prediction in predictions]))
     assert set(output["recall"]) == {"red", "blue"}
     text = call("score", tmp_path / "c", folder / "site-1", "--coverage", "0.5").stdout
-    assert "coverage, 50 promised" in text and "classes in a set" in text
+    assert "coverage (target 50 %)" in text and "mean set size" in text
     (tmp_path / "odd" / "green").mkdir(parents=True)
     copy(next((folder / "site-0" / "red").iterdir()), tmp_path / "odd" / "green" / "a.png")
     with pytest.raises(DataError, match="class 'green'"):

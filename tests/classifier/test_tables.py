@@ -67,7 +67,13 @@ def test_the_card_of_a_store_names_a_table(saved, tmp_path, call):
 def test_partition_counts_the_rows_of_a_store(saved, call):
     place = f"store:{saved / 'rows.csv'}"
     lines = call("partition", place, "--set", "clients.partition=own").stdout.splitlines()
-    assert [line.split() for line in lines[2:]] == [
-        ["site-0", "20", "20", "40"],
-        ["site-1", "20", "20", "40"],
-    ]
+    assert [line.split() for line in lines[2:]] == [["site-0", "20", "20", "40"], ["site-1", "20", "20", "40"]]
+
+
+def test_embeddings_of_a_data_frame_are_predicted_and_texts_are_refused(saved):
+    pandas = pytest.importorskip("pandas")
+    classifier = fedvlm.Personalised.from_pretrained(saved / "classifier")
+    x = np.random.default_rng(0).normal(size=(4, classifier.frozen.dim)).astype(np.float32)
+    assert classifier.predict(pandas.DataFrame(x)) == classifier.predict(x)
+    with pytest.raises(fedvlm.errors.DataError, match="not numeric"):
+        classifier.predict(pandas.DataFrame({"a": ["x", "y"]}))

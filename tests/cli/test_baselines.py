@@ -88,7 +88,7 @@ def test_an_experiment_has_bars_unless_it_says_no_or_has_a_papers_table(store, e
 def test_bars_of_a_named_folder_lie_within_it(store, tmp_path):
     rows_of("run", "--encoder", store, "--output", tmp_path / "r", *OWN_TEST)
     assert Record(tmp_path / "r").result() is not None
-    assert Record(tmp_path / "r" / "bars" / "alone").result() is not None
+    assert Record(tmp_path / "r" / "baselines" / "alone").result() is not None
 
 
 def test_clients_whose_fit_has_not_converged_are_named(store, monkeypatch):

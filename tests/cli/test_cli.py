@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm import cli
-from fedvlm.encoders.store import save_store
+from fedvlm.encoders.store import open_store, save_store
+from fedvlm.runner.prepare import prepare
+from fedvlm.runner.settings import build
 
 QUICK = ["--set", "method.rounds=2", "--set", "clients.partition=domain"]
 
@@ -209,6 +212,27 @@ def test_partition_refuses_what_a_run_would_refuse(refused, word, message):
     assert message in refused("partition", "demo", "--set", word, "--set", "protocol=source-target")
 
 
+@pytest.mark.parametrize("protocol", ["base-to-new", "own-test"])
+def test_partition_shows_the_partition_of_a_run(ok, store, protocol):
+    words = ("--set", f"protocol={protocol}", "--set", "clients.partition=domain")
+    lines = [line.split() for line in ok("partition", store, *words).splitlines()[2:]]
+    settings = build({"method": "zero-shot", "encoder": store, "protocol": protocol, "clients": "domain"})
+    samples = open_store(store.removeprefix("store:"))
+    prepared = prepare(settings, samples, 0)
+    counts = {}
+    for id, client in prepared.partition.clients.items():
+        indices = [client.train, client.validation, client.test, client.calibration]
+        indices += [prepared.new.members[id].test] if prepared.new else []
+        counts[id] = np.bincount(samples.labels[np.concatenate(indices)], minlength=len(samples.classes)).tolist()
+    assert {line[0]: list(map(int, line[1:-1])) for line in lines} == counts
+
+
+def test_an_unknown_cluster_is_refused_also_if_the_run_is_finished(ok, refused, store, tmp_path):
+    words = ("run", "--method", "zero-shot", "--encoder", store, "--no-baselines", "--output", tmp_path / "r")
+    ok(*words)
+    assert "--on must be dask" in refused(*words, "--on", "slurm")
+
+
 def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
     words = (
         "partition",
@@ -238,15 +262,15 @@ def test_help_has_no_escapes(ok, words):
 def test_a_missing_folder_is_called_missing_with_the_nearest_name(refused, tmp_path):
     (tmp_path / "images").mkdir()
     text = refused("run", "--method", "fedot", "--data", tmp_path / "imagse")
-    assert f"there is no {tmp_path / 'imagse'}; did you mean {tmp_path / 'images'}?" in text
+    assert f"there is no file or folder {tmp_path / 'imagse'}; did you mean {tmp_path / 'images'}?" in text
 
 
 def test_methods_fit_a_screen_and_one_of_them_tells_all():
     lines = CliRunner().invoke(cli.app, ["list", "methods"]).stdout.splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) > 30
-    assert "ridge chosen on validation rows." in " ".join(" ".join(lines).split())
+    assert "ridge chosen on validation samples." in " ".join(" ".join(lines).split())
     output = CliRunner().invoke(cli.app, ["list", "methods", "fedot"]).stdout
-    assert "settings: blocks=1" in output and "needs: image, text" in output
+    assert "settings: lr=5e-05" in output and "blocks=1" in output and "needs: image, text" in output
 
 
 @pytest.mark.parametrize(
@@ -285,4 +309,5 @@ def test_a_clash_of_runs_tells_all_that_differs(refused, ok, store, tmp_path):
     assert "  method.rounds: there 2, here 3" in lines
     assert "  clients.partition: there 'domain', here 'own'" in lines
     assert "  seeds: there [0], here [4]" in lines
-    assert len([line for line in lines if line.startswith("  ")]) == 3
+    assert "  tune: there [], here ['lr']" in lines
+    assert len([line for line in lines if line.startswith("  ")]) == 4

@@ -76,7 +76,7 @@ def test_what_was_asked_is_asked_again_by_its_own_file(place):
     assert tomllib.loads(file.read_text()) == experiment
 
 
-def test_own_data_have_a_folder_with_the_race_written_down(place):
+def test_own_data_have_a_folder_with_the_tuning_written_down(place):
     data = ("run", "--encoder", "store:clinic.safetensors", "--set", "protocol=own-test")
     quick = (
         "--set",
@@ -86,7 +86,7 @@ def test_own_data_have_a_folder_with_the_race_written_down(place):
         "--no-report",
         "--no-baselines",
     )
-    call(*data, *quick, "--method", "fedavg")
+    call(*data, *quick, "--method", "fedavg", "--tune", "lr")
     file = place / "runs" / "clinic" / "clinic.toml"
     assert tomllib.loads(file.read_text())["tune"] == ["lr"]
     assert "already finished" in call("run", file, "--no-report").stderr

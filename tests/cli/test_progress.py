@@ -65,7 +65,7 @@ def test_images_are_counted_by_the_second_while_they_are_encoded():
 def test_a_line_says_the_training_its_round_and_accuracy_on_validation_rows():
     line = {"training": "0-art", "round": 4, "validation": 0.8125, "accuracy": 0.99}
     output = progress_lines(1.0, lines=[line])[0]
-    assert output.startswith("fedavg: training 0-art, round 5, 81.2 % of validation rows: 10 of 100")
+    assert output.startswith("fedavg: training 0-art, round 5, 81.2 % validation accuracy: 10 of 100")
     assert "99" not in output  # nothing of test rows before a run has ended
     assert progress_lines(1.0, lines=[{**line, "validation": None}])[0].startswith(
         "fedavg: training 0-art, round 5: 10 of 100"
@@ -101,7 +101,7 @@ def test_a_bar_says_the_same_and_takes_names_as_they_are():
     watch.update_status("fedavg", {"training": "0-[red]x", "round": 4, "validation": 0.5})
     watch("fedavg", 5, 10)
     bar.stop()
-    assert "fedavg: training 0-[red]x, round 5, 50.0 % of validation rows" in out.getvalue()
+    assert "fedavg: training 0-[red]x, round 5, 50.0 % validation accuracy" in out.getvalue()
     assert "0.5/s" in out.getvalue()
 
 

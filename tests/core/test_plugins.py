@@ -94,7 +94,7 @@ def test_methods_of_outside_packages_are_found(tmp_path, monkeypatch, anew):
     )
     package(tmp_path, "outside", [("fedvlm.methods", "outside", "outside")], code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(registry, "METHODS", dict(registry.METHODS))
+    monkeypatch.setattr(registry, "METHODS", methods())
     assert "outside" in methods()
 
 
@@ -146,9 +146,9 @@ def test_what_cannot_be_used_is_refused_with_what_to_add():
         data.register("mine", bare)
     with pytest.raises(SettingsError, match="metric 'mine': it has no docstring"):
         metrics.register("mine", bare)
-    with pytest.raises(SettingsError, match="'loss': scores or tables have another thing of that"):
+    with pytest.raises(SettingsError, match="'loss': the name is taken by a column of tables"):
         metrics.register("loss", metrics.auc)
-    with pytest.raises(SettingsError, match="'kappa': scores or tables have another thing of that"):
+    with pytest.raises(SettingsError, match="'kappa': the name is taken by a column of tables"):
         metrics.register("kappa", metrics.auc)  # which is a condition number
 
 

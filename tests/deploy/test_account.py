@@ -56,7 +56,7 @@ def rule(place, name="art", **rules):
 
 def send_request(place, request, **words):
     """A request of the server's with other words, and signed."""
-    about = {key: field_value for key, field_value in request.about.items() if key not in ("checksum", "signature")}
+    about = {key: field_value for key, field_value in request.header.items() if key not in ("checksum", "signature")}
     sign = Signer(place.kit.folder / "signing.key")
     return sign(Message({**about, "nonce": "another", **words}, request.arrays))
 
@@ -66,7 +66,7 @@ def same(first, second):
 
 
 def error_code(reply):
-    return render_error(reply.about["error"])
+    return render_error(reply.header["error"])
 
 
 def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothing(recorded):
@@ -76,9 +76,9 @@ def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothi
     before = site.budget.rounds.total()
     for _ in range(20):
         again, _ = site.answer(send_request(place, request), Message({}))
-        assert same(again.arrays, first.arrays) and again.about["nonce"] == "another"
+        assert same(again.arrays, first.arrays) and again.header["nonce"] == "another"
         per_message = ("nonce", "checksum", "signature")
-        assert all(again.about[key] == first.about[key] for key in first.about if key not in per_message)
+        assert all(again.header[key] == first.header[key] for key in first.header if key not in per_message)
     assert site.budget.rounds.total() == before == 2
 
 
@@ -89,7 +89,7 @@ def test_the_same_experiment_run_again_ends_the_same(place, rounds):
     first, two = (place.run(place.settings(method), name) for name in ("one", "two"))
     assert first.tables == two.tables and len(two.rounds) == rounds
     if rounds < MAX_CACHED_REPLIES:
-        assert PrivacyBudget(Ledger(place.site("art"))).rounds.total() == rounds
+        assert PrivacyBudget(Ledger(place.site("art")).history()).rounds.total() == rounds
     assert all(sorted(line["clients"]) == ["art", "photo", "sketch"] for line in two.rounds)
 
 
@@ -97,16 +97,16 @@ def test_another_request_for_the_same_round_is_another_release(recorded):
     place, pairs = recorded
     request, first = pairs[1]
     site = rule(place)
-    moved = Message(request.about, {key: array + 1e-3 for key, array in request.arrays.items()})
+    moved = Message(request.header, {key: array + 1e-3 for key, array in request.arrays.items()})
     again, _ = site.answer(send_request(place, moved), Message({}))
-    assert "error" not in again.about, error_code(again)
+    assert "error" not in again.header, error_code(again)
     assert not same(again.arrays, first.arrays)
-    assert site.budget.rounds.total() == 3 == again.about["releases"]
+    assert site.budget.rounds.total() == 3 == again.header["releases"]
 
 
 def test_the_account_is_the_ledgers_and_survives_a_restart(recorded):
     place, _pairs = recorded
-    account = PrivacyBudget(Ledger(place.site("art")))
+    account = PrivacyBudget(Ledger(place.site("art")).history())
     [key] = account.trainings
     assert account.rounds == {key: 2} and account.measurements == {key: 1}  # the adaptation
     assert account.epsilon(1e-5) == pytest.approx(epsilon(2.0, 2, delta=1e-5))
@@ -123,7 +123,7 @@ def test_the_account_is_the_ledgers_and_survives_a_restart(recorded):
         ({"all_rounds": 2}, "all rounds"),
         ({"epsilon": 0.5}, "epsilon"),
         ({"trainings": 0}, "trainings"),
-        ({"measures": 1}, "measures"),
+        ({"measures": 1}, "measurements"),
         ({"methods": ["fedot"]}, "method"),
         ({"secure": True}, "secure"),
     ],
@@ -132,13 +132,13 @@ def test_what_is_above_the_policy_is_refused(recorded, rules, kind):
     place, pairs = recorded
     site = rule(place, **rules)
     request = pairs[1][0]
-    moved = Message(request.about, {key: array + 1e-3 for key, array in request.arrays.items()})
-    words = {"trains": False} if kind == "measures" else {}
+    moved = Message(request.header, {key: array + 1e-3 for key, array in request.arrays.items()})
+    words = {"trains": False} if kind == "measurements" else {}
     if kind == "trainings":
-        site.budget = PrivacyBudget(Ledger(place.folder / "nowhere"))
+        site.budget = PrivacyBudget(Ledger(place.folder / "nowhere").history())
         moved = pairs[0][0]
     reply, _ = site.answer(send_request(place, moved, **words), Message({}))
-    assert reply.about["error"]["kind"] == kind and not reply.arrays
+    assert reply.header["error"]["code"] == kind and not reply.arrays
     assert error_code(reply).startswith("refused by its policy")
     assert Ledger(place.site("art")).read().lines[-1]["direction"] == "refused"
 
@@ -167,13 +167,13 @@ def test_a_policy_taken_away_refuses_and_the_site_goes_on(recorded):
     assert error_code(reply) == ERROR_MESSAGES["policy"]
     path.write_text(text)
     reply, _ = site.answer(send_request(place, pairs[1][0]), Message({}))
-    assert "error" not in reply.about
+    assert "error" not in reply.header
 
 
 def test_shots_that_single_rows_out_are_refused_by_default(place):
     settings = place.settings({"name": "tofa"}, allow_small=True, clients={"shots": 1})
     place.rules(quorum=1.0)
-    with pytest.raises(Exception, match="clients.shots and clients.ratios are the site's to say"):
+    with pytest.raises(Exception, match="are chosen by the site"):
         place.run(settings)
 
 
@@ -186,8 +186,8 @@ def uploads(place, settings, out):
         replies = pull(ids)
         for reply in replies:
             message = from_records(reply.content, "")
-            if message.about["kind"] == "round":
-                uploads_seen.setdefault(message.about["client"], message.arrays["counts"])
+            if message.header["kind"] == "round":
+                uploads_seen.setdefault(message.header["client"], message.arrays["counts"])
         return replies
 
     grid.pull_messages = listen
@@ -242,9 +242,9 @@ def test_the_servers_epsilon_counts_uploads_that_were_lost_too(place):
     answer = site.answer
 
     def twice(request, state):
-        if request.about["kind"] == "round" and request.about["round"] == 1:
-            moved = Message(request.about, {k: array + 1e-3 for k, array in request.arrays.items()})
-            assert "error" not in answer(send_request(place, moved), state)[0].about
+        if request.header["kind"] == "round" and request.header["round"] == 1:
+            moved = Message(request.header, {k: array + 1e-3 for k, array in request.arrays.items()})
+            assert "error" not in answer(send_request(place, moved), state)[0].header
         return answer(request, state)
 
     site.answer = twice
@@ -269,7 +269,7 @@ def test_a_server_that_crashed_counts_what_was_released_and_no_more(place):
     with pytest.raises(KeyboardInterrupt):
         place.run(settings, grid=grid)
     result = place.run(settings)
-    accounts = [PrivacyBudget(Ledger(place.site(name))) for name in ("art", "photo", "sketch")]
+    accounts = [PrivacyBudget(Ledger(place.site(name)).history()) for name in ("art", "photo", "sketch")]
     assert [budget.rounds.total() for budget in accounts] == [2, 2, 2]
     spent = max(budget.epsilon(1e-5) for budget in accounts)
     assert result.rounds[-1]["epsilon"] == pytest.approx(spent)
@@ -289,12 +289,12 @@ def test_only_the_last_answers_are_kept_and_damage_is_no_answer(tmp_path):
     for request in requests:
         cache.store(
             request,
-            Message({"round": request.about["round"], "nonce": "x"}, {"b": np.ones(3)}),
+            Message({"round": request.header["round"], "nonce": "x"}, {"b": np.ones(3)}),
             Message({"s": 1}),
         )
-    assert len(list((tmp_path / "given").iterdir())) == MAX_CACHED_REPLIES
+    assert len(list((tmp_path / "replies").iterdir())) == MAX_CACHED_REPLIES
     reply, state = cache.read(requests[-1])
-    assert reply.about == {"round": MAX_CACHED_REPLIES + 2, "nonce": "x"} and state.about == {"s": 1}
+    assert reply.header == {"round": MAX_CACHED_REPLIES + 2, "nonce": "x"} and state.header == {"s": 1}
     path = cache.path(requests[-1])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -317,7 +317,7 @@ def test_init_writes_a_policy_that_can_be_read(place):
 def test_a_site_opens_no_training_whose_settings_are_out_of_range(recorded, settings, words):
     """With lr = 1e8 and one batch an upload is the gradient at a head of the server's choice."""
     place, pairs = recorded
-    spec = copy.deepcopy(pairs[0][0].about["spec"])
+    spec = copy.deepcopy(pairs[0][0].header["spec"])
     spec["identity"]["method"] |= settings
     request = send_request(place, pairs[0][0], spec=spec, training=training_key(spec))
     reply, _ = rule(place).answer(request, Message({}))

@@ -137,9 +137,9 @@ def test_a_site_cannot_get_anothers_name(fed):
         fed.admits(fed.request_join("NORTH", folder="thief2"))
     request = create_join_request(south)
     words = {"federation": request.federation, "site": "north", "key": request.key}
-    vouched = Signer(south / "key", enrolment.RENEWAL_PREFIX)(Message(words)).about["signature"]
+    vouched = Signer(south / "key", enrolment.RENEWAL_PREFIX)(Message(words)).header["signature"]
     sign = Signer(south / NEXT_KEY_FILE, enrolment.REQUEST_PREFIX)
-    about = sign(Message({**words, "renewal": vouched, "kind": "request"})).about
+    about = sign(Message({**words, "renewal": vouched, "kind": "request"})).header
     certificates.write_document(request.path, "request", about)
     with pytest.raises(FederationError, match="the name north is taken"):
         read_request(fed.kit, request.path)

@@ -31,7 +31,7 @@ def overheard(place, **experiment):
         replies = pull(ids)
         for message in replies:
             message_in = from_records(message.content, "")
-            words.append(message_in.about)
+            words.append(message_in.header)
             sent = from_records(requests[message.metadata.reply_to_message_id].content, "").arrays
             for key, value in message_in.arrays.items():
                 arrays.append(value)
@@ -62,7 +62,7 @@ def test_no_row_label_or_name_of_a_site_reaches_the_server(curious, name):
     words, arrays = overheard(curious, method=method, allow_small=True)
     assert len(words) >= 9 and recovered(curious, arrays) == set()
     # labels: nothing is as long as a part of a site's rows
-    sizes = {int(n) for header in words if "rows" in header for n in header["rows"].values()}
+    sizes = {int(n) for header in words if "samples" in header for n in header["samples"].values()}
     assert not sizes & {size for header in arrays for size in header.shape}
     assert not sizes & {len(header) for header in lists(words)}
     # names: of the site's files, folders and images

@@ -104,5 +104,5 @@ def test_a_message_is_refused_or_the_same():
             decoded = unseal(from_bytes(bad), "here")
         except Exception:
             continue
-        assert decoded.about == message.about
+        assert decoded.header == message.header
         assert all(np.array_equal(decoded.arrays[key], arrays[key]) for key in arrays)

@@ -43,14 +43,14 @@ def recorded(tmp_path_factory, rows_like, place_of):
 
     def listen(request, state):
         reply, state = answer(request, state)
-        pairs[request.about["kind"]] = (request, reply)
+        pairs[request.header["kind"]] = (request, reply)
         return reply, state
 
     site.answer = listen
     grid = local_grid(place.desks)
     place.run(grid=grid)
     del site.answer
-    engine = RemoteEngine(grid, place.kit, pairs["open"][0].about["spec"], {})
+    engine = RemoteEngine(grid, place.kit, pairs["open"][0].header["spec"], {})
     engine.wait_for_sites()
     return place, engine, pairs
 
@@ -80,10 +80,10 @@ def test_a_site_answers_whatever_the_server_signs(recorded, kind, path, value):
     place, _, pairs = recorded
     request = pairs[kind][0]
     sign = Signer(place.kit.folder / "signing.key")
-    signed_request = sign(Message(changed(request.about, path, value), request.arrays))
+    signed_request = sign(Message(changed(request.header, path, value), request.arrays))
     reply, _ = place.desks["art"].answer(signed_request, Message({}))
-    if "error" in reply.about:
-        assert set(reply.about["error"]) == {"kind", "numbers"} and not reply.arrays
+    if "error" in reply.header:
+        assert set(reply.header["error"]) == {"code", "numbers"} and not reply.arrays
 
 
 @few_examples
@@ -91,11 +91,11 @@ def test_a_site_answers_whatever_the_server_signs(recorded, kind, path, value):
 def test_a_server_reads_whatever_a_site_signs(recorded, kind, path, value):
     place, engine, pairs = recorded
     request, reply = pairs[kind]
-    signed_reply = place.desks["art"].sign(Message(changed(reply.about, path, value), reply.arrays))
+    signed_reply = place.desks["art"].sign(Message(changed(reply.header, path, value), reply.arrays))
     at = engine.opening_exchange({}, 1.0) if kind == "open" else engine
     reason = None
     try:
         message = at._check_reply(signed_reply, "art", request)
     except FederationError as error:
         reason = str(error)
-    assert len(reason) < 1000 if reason else message.about.keys() == reply.about.keys()
+    assert len(reason) < 1000 if reason else message.header.keys() == reply.header.keys()

@@ -111,15 +111,25 @@ def test_a_mistake_in_a_kit_is_named(kits, line, error):
         read_server(kits[0])
 
 
-def test_a_signature_is_of_one_parcel_and_one_key(kits):
+@pytest.mark.parametrize(("file", "read"), [("server.toml", read_server), ("site.toml", read_site)])
+def test_a_kit_of_another_format_is_refused_with_the_reason(kits, file, read):
+    folder = kits[0] if file == "server.toml" else kits[1]
+    text = (folder / file).read_text()
+    for older in (text.replace("format = 2\n", ""), text.replace("format = 2", "format = 1")):
+        (folder / file).write_text(older)
+        with pytest.raises(SettingsError, match=r"needs kits of format 2, got format 1; create new kits"):
+            read(folder)
+
+
+def test_a_signature_is_of_one_message_and_one_key(kits):
     sign = Signer(kits[1] / "key")
     check = Verifier(sign.public)
     message = sign(Message({"round": 1}, {"head": np.ones(3)}))
     check(message, "site a")
     for changed in (
-        Message({**message.about, "round": 2}, message.arrays),
-        Message(message.about, {"head": np.ones(3) * 2}),
-        Message({**message.about, "signature": ""}, message.arrays),
+        Message({**message.header, "round": 2}, message.arrays),
+        Message(message.header, {"head": np.ones(3) * 2}),
+        Message({**message.header, "signature": ""}, message.arrays),
     ):
         with pytest.raises(FederationError, match="not signed by site a of this federation"):
             check(changed, "site a")

@@ -61,7 +61,7 @@ def test_a_late_site_uploads_nothing(place):
     grid = ran(place)
     join_site(place, grid)
     out = [line for line in Ledger(place.site("sketch")).read().lines if line["direction"] == "out"]
-    assert out[-1]["fields"] == {} and out[-1]["costs"] == "measure"
+    assert out[-1]["fields"] == {} and out[-1]["costs"] == "measurement"
 
 
 def test_no_run_begins_when_a_site_joins_late(place):

@@ -71,11 +71,11 @@ OPEN = {
     "another scale": set_field("scale", value=21.0),
     "local tensors of other names": set_field("local", value=["head"]),
     "local tensors that are no list": set_field("local", value={"skew": 1}),
-    "ten million rows": set_field("rows", "train", value=10**7),
-    "more rows than fit": set_field("rows", "train", value=10**30),
-    "negative rows": set_field("rows", "test", value=-1),
-    "half a row": set_field("rows", "validation", value=0.5),
-    "no rows said": delete_field("rows"),
+    "ten million rows": set_field("samples", "train", value=10**7),
+    "more rows than fit": set_field("samples", "train", value=10**30),
+    "negative rows": set_field("samples", "test", value=-1),
+    "half a row": set_field("samples", "validation", value=0.5),
+    "no rows said": delete_field("samples"),
     "another training": set_field("opened", value="0" * 24),
     "first tensors of NaN": filled(NAN),
     "first tensors of others": filled(0.5),
@@ -122,7 +122,7 @@ ROUND = {
     "another nonce": set_field("nonce", value="0" * 32),
     "a masked upload": set_field("masked", value="no"),
     "an error of no kind": set_field("error", value=["<script>", {"a": 1}]),
-    "an error of a whole book": set_field("error", value={"kind": "x" * 10**6, "numbers": {}}),
+    "an error of a whole book": set_field("error", value={"code": "x" * 10**6, "numbers": {}}),
 }
 ADAPT = {
     "a loss of NaN in the end": set_field("scores", "loss", value=NAN),
@@ -145,8 +145,8 @@ class Liar:
 
     def answer(self, request, state):
         reply, state = self.site.answer(request, state)
-        if request.about["kind"] == self.kind:
-            about, arrays = self.lie(reply.about, reply.arrays)
+        if request.header["kind"] == self.kind:
+            about, arrays = self.lie(reply.header, reply.arrays)
             reply = self.site.sign(Message(about, arrays))
         return reply, state
 

@@ -135,7 +135,7 @@ def test_a_folder_of_nobody_is_named(tmp_path):
 
 def test_runs_of_a_server_are_listed(place):
     assert list_runs(place.kit.folder) == []
-    assert "no run yet" in invoke("runs", place.kit.folder).output
+    assert "no runs yet" in invoke("runs", place.kit.folder).output
     place.run(out="kits/server/runs/fedot-sites")
     [run_info] = list_runs(place.kit.folder)
     assert run_info == {"name": "fedot-sites", "method": "fedot", "state": "finished", "rounds": 3}

@@ -55,7 +55,7 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
     ("rule", "kind", "message"),
     [
         ('methods = ["fedavg"]', "method", "the method fedot is not allowed here, only fedavg"),
-        (f"{OPEN}min_samples = 39", "rows", "fewer than 39 training rows"),
+        (f"{OPEN}min_samples = 39", "samples", "fewer than 39 training samples"),
         (f"{OPEN}clip = 0.5", "clip", "channel.clip = 1, but this site wants its change clipped"),
         (
             f"{OPEN}noise_multiplier = 3",
@@ -70,7 +70,7 @@ def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, m
     site_policy = policy(tmp_path, rule)
     with pytest.raises(RequestRefused, match=message) as error:
         site_policy.admit(tmp_path, FEDOT, Channel(clip=1.0, noise_multiplier=2.0), LABELS)
-    assert error.value.kind == kind
+    assert error.value.code == kind
     assert render_error(encode_error(error.value)).startswith("refused by its policy: ")
 
 
@@ -82,7 +82,7 @@ def test_a_round_within_the_policy_is_admitted(tmp_path):
     ):
         site_policy.admit(tmp_path, FEDOT, replace(channel, secure=True), LABELS)
     site_policy.check_upload_size(9)
-    with pytest.raises(RequestRefused, match="the answer has 10 bytes, but this site sends 9 at most"):
+    with pytest.raises(RequestRefused, match="the reply has 10 bytes, but this site sends at most 9"):
         site_policy.check_upload_size(10)
 
 
@@ -108,7 +108,7 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
         def class_means(self, upload): ...
 
     site_policy = policy(tmp_path, OPEN)
-    with pytest.raises(RequestRefused, match="a class has fewer than 16 training rows"):
+    with pytest.raises(RequestRefused, match="a class has fewer than 16 training samples"):
         site_policy.admit(tmp_path, Bare(), Channel(), LABELS)
     site_policy.admit(tmp_path, Bare(), Channel(), LABELS[:36])
 
@@ -120,7 +120,7 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
 def test_how_rows_are_divided_is_the_sites_to_say(clients):
     Policy().check_partition(Clients(partition="dirichlet", count=3))
     Policy(server_divides=True).check_partition(Clients(**clients))
-    with pytest.raises(RequestRefused, match="are the site's to say"):
+    with pytest.raises(RequestRefused, match="chosen by the site"):
         Policy().check_partition(Clients(**clients))
 
 
@@ -222,16 +222,16 @@ def test_an_error_travels_as_a_kind_and_numbers(kind):
         if "{" + value_name in ERROR_MESSAGES[kind]
     ]
     error = RequestRefused(kind, "/home/a/secret.png", **dict.fromkeys(names, 7))
-    assert encode_error(error) == {"kind": kind, "numbers": dict.fromkeys(names, 7)}
+    assert encode_error(error) == {"code": kind, "numbers": dict.fromkeys(names, 7)}
     assert "secret" not in render_error(encode_error(error))
 
 
-@pytest.mark.parametrize("payload", [None, [], "x", {}, {"kind": []}, {"kind": "rows", "numbers": {"least": "<b>"}}])
+@pytest.mark.parametrize("payload", [None, [], "x", {}, {"code": []}, {"code": "samples", "numbers": {"least": "<b>"}}])
 def test_an_error_in_words_of_its_own_is_not_repeated(payload):
     assert render_error(payload).startswith("it reports an error")
 
 
 def test_an_error_of_the_program_tells_no_trace():
-    assert encode_error(KeyError("/home/a")) == {"kind": "failure", "numbers": {}}
-    assert encode_error(FedVLMError("x"))["kind"] == "failure"
-    assert encode_error(SettingsError("x"))["kind"] == "settings"
+    assert encode_error(KeyError("/home/a")) == {"code": "failure", "numbers": {}}
+    assert encode_error(FedVLMError("x"))["code"] == "failure"
+    assert encode_error(SettingsError("x"))["code"] == "settings"

@@ -31,7 +31,7 @@ def tuned_settings(place, **overrides):
 
 
 def uploads(place, name):
-    return PrivacyBudget(Ledger(place.site(name))).rounds.total()
+    return PrivacyBudget(Ledger(place.site(name)).history()).rounds.total()
 
 
 def test_a_race_over_sites_is_the_race_of_one_process(place):
@@ -40,7 +40,7 @@ def test_a_race_over_sites_is_the_race_of_one_process(place):
     assert deployed_tuning["chosen"] == theirs["chosen"] and deployed_tuning["trials"] == theirs["trials"]
     assert deployed.manifest["identity"]["method"] == alone.manifest["identity"]["method"]
     assert deployed.tables == alone.tables
-    assert "tuned on validation rows (4 trials)" in deployed.table()
+    assert "tuned on validation samples (4 trials)" in deployed.table()
 
 
 def test_every_seed_is_raced_over_the_sites(place):
@@ -59,7 +59,7 @@ def test_a_trial_tells_hits_on_validation_rows_and_leaves_no_classifier(place):
 
     def listen(request, state):
         reply, state = answer(request, state)
-        replies.append((request.about, reply.about))
+        replies.append((request.header, reply.header))
         return reply, state
 
     place.desks["photo"].answer = listen
@@ -67,10 +67,10 @@ def test_a_trial_tells_hits_on_validation_rows_and_leaves_no_classifier(place):
     opened = [
         (request_header, reply_header) for request_header, reply_header in replies if request_header["kind"] == "open"
     ]
-    trials = {request_header["training"] for request_header, _ in opened if "race" in request_header["spec"]}
+    trials = {request_header["training"] for request_header, _ in opened if "tuning" in request_header["spec"]}
     assert len(trials) == 4 and len(opened) == 5
     assert all(
-        reply_header["rows"]["test"] == 0
+        reply_header["samples"]["test"] == 0
         for request_header, reply_header in opened
         if request_header["training"] in trials
     )
@@ -95,7 +95,7 @@ def test_every_upload_of_every_trial_counts_at_its_site_and_in_the_record(place)
     assert total == 4 * 1 + 2 * 3 + 4
     assert [uploads(place, name) for name in NAMES] == [total] * 3
     assert run.rounds[-1]["epsilon"] == pytest.approx(epsilon(5.0, total, delta=1e-5))
-    account = PrivacyBudget(Ledger(place.site("art")))
+    account = PrivacyBudget(Ledger(place.site("art")).history())
     assert account.epsilon(1e-5) == pytest.approx(run.rounds[-1]["epsilon"])
 
 
@@ -109,7 +109,7 @@ def test_every_upload_of_every_trial_counts_at_its_site_and_in_the_record(place)
 )
 def test_a_race_over_a_sites_budget_is_refused_before_anything_leaves(place, rules, overrides):
     rule(place, "sketch", **rules)
-    with pytest.raises(FederationError, match="does not begin; sketch: .* over its budget"):
+    with pytest.raises(FederationError, match="does not begin; sketch: .* exceeds its budget"):
         place.run(tuned_settings(place, **overrides))
     assert [uploads(place, name) for name in NAMES] == [0, 0, 0]
     assert not (place.folder / "run").exists()

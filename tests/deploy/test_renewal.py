@@ -148,11 +148,11 @@ def test_the_commands_take_a_site_from_its_request_to_its_end(tmp_path, monkeypa
 
     server, north = tmp_path / "fed" / "server", tmp_path / "north"
     code, text = invoke("init", tmp_path / "fed")
-    assert code == 0 and "invitation.json: to each site" in text and "rehears" not in text
+    assert code == 0 and "invitation.json: send this to each site" in text and "rehears" not in text
     invitation = server / INVITATION_FILE
     code, text = invoke("join-request", north, "--name", "north", "--invitation", invitation)
     fingerprint = text.strip().rpartition(": ")[2]
-    assert code == 0 and "the key stays here" in text
+    assert code == 0 and "the private key stays at this site" in text
     code, text = invoke("admit", server, north / JOIN_REQUEST_FILE, answer="n")
     assert code == 2 and fingerprint in text and "north is not admitted" in text
     assert read_server(server).sites == ()
@@ -170,9 +170,9 @@ def test_the_commands_take_a_site_from_its_request_to_its_end(tmp_path, monkeypa
         code, text = invoke("keys", folder)
         assert code == 0 and "days left" in text and "north" in text
     code, text = invoke("revoke", server, "north")
-    assert code == 0 and "out from its next message on" in text
+    assert code == 0 and "revoked from its next message on" in text
     code, text = invoke("renew", server)
-    assert code == 0 and "from its next start on" in text
+    assert code == 0 and "after the next start" in text
     code, text = invoke("keys", tmp_path)
     assert code == 2 and "no server's folder and no site's" in text
 

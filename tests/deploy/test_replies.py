@@ -9,13 +9,11 @@ import pytest
 
 from fedvlm.deploy.kits import read_site, write_site
 from fedvlm.deploy.messages import (
-    ABOUT,
     ERROR_MESSAGES,
     OPTIONAL_SCORES,
-    PERHAPS,
-    REPLY_FIELDS,
-    SCORES,
-    SEALED,
+    SCORE_COUNTS,
+    OpenReply,
+    RoundReply,
     public_encoder_name,
 )
 from fedvlm.deploy.site.ledger import Ledger
@@ -50,7 +48,7 @@ def replies(place, *experiments):
         for reply in out:
             assert not reply.has_error(), reply.error.reason
             message = from_records(reply.content, "")
-            replies_seen.append((message.about, message.arrays))
+            replies_seen.append((message.header, message.arrays))
         return out
 
     grid.pull_messages = listen
@@ -59,12 +57,10 @@ def replies(place, *experiments):
     return replies_seen
 
 
-def test_the_page_lists_every_word_of_every_reply():
-    words = {*ABOUT, "client", *SEALED, "error", *REPLY_FIELDS["open"], *REPLY_FIELDS["round"]}
-    words |= PERHAPS["open"].keys()
-    assert listed("word of a reply") == words
-    assert listed("score") == {*SCORES, *OPTIONAL_SCORES}
-    assert listed("kind of an error") == set(ERROR_MESSAGES)
+def test_the_page_lists_every_field_of_every_reply():
+    assert listed("field of a reply") == {*OpenReply.model_fields, *RoundReply.model_fields, "error"}
+    assert listed("score") == {*SCORE_COUNTS, *OPTIONAL_SCORES}
+    assert listed("code of an error") == set(ERROR_MESSAGES)
 
 
 @pytest.mark.parametrize("method", ["fedot", "tofa", "auto", "fedavg"])
@@ -73,7 +69,7 @@ def test_no_reply_says_more_than_the_page(place, method):
     replies_seen = replies(place, settings)
     assert {about["kind"] for about, _ in replies_seen} == {"open", "round", "adapt"}
     for about, arrays in replies_seen:
-        assert set(about) <= listed("word of a reply") and "error" not in about
+        assert set(about) <= listed("field of a reply") and "error" not in about
         assert set(about.get("scores", {})) <= listed("score")
         assert about["kind"] == "round" or about["kind"] == "open" or not arrays
 

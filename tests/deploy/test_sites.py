@@ -17,7 +17,8 @@ from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, give_consent
 from fedvlm.deploy.site.service import Site, UnsignedMessageError
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import Message, from_records, seal
-from fedvlm.errors import DataError, FederationError, SettingsError
+from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
+from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.storage.files import read_tensors, write_tensors
 
@@ -223,7 +224,7 @@ def test_a_large_upload_is_kept_back(place):
     text = DEFAULT_POLICY_TEXT.replace("max_upload_bytes = 50000000", "max_upload_bytes = 10")
     (place.site("art") / "policy.toml").write_text(text)
     place.rules(quorum=1.0)
-    with pytest.raises(FederationError, match="but this site sends 10 at most"):
+    with pytest.raises(FederationError, match="but this site sends at most 10"):
         place.run()
 
 
@@ -269,3 +270,22 @@ def test_a_training_is_known_by_what_it_is(place):
     assert len(list((place.site("art") / "state").iterdir())) == 2
     specs = [json.loads(path.read_text()) for path in place.site("art").glob("state/*/training.json")]
     assert {spec["identity"]["method"]["lr"] for spec in specs} == {1e-3, 1e-4}
+
+
+def test_again_removes_nothing_of_a_run_that_is_going_on(place, monkeypatch):
+    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: pytest.fail("a second run was started"))
+    result = place.run()
+    files = {path: path.read_bytes() for path in result.folder.rglob("*.safetensors")}
+    assert files
+    with Record(result.folder).lock(), pytest.raises(FedVLMError, match="another process is working"):
+        launch.run_over_sites(place.kit, place.settings(), result.folder, again=True)
+    assert {path: path.read_bytes() for path in files} == files and Record(result.folder).result() is not None
+
+
+def test_again_removes_nothing_where_no_server_answers(place, monkeypatch):
+    monkeypatch.setattr(launch, "is_server_up", lambda kit: False)
+    result = place.run()
+    with pytest.raises(FederationError, match="no server answers"):
+        launch.run_over_sites(place.kit, place.settings(), result.folder, again=True)
+    assert Record(result.folder).result() is not None

@@ -26,8 +26,8 @@ class Echo:
         self.log_text = print_line
 
     def answer(self, request, state):
-        if "raise" in request.about:
-            raise KeyError(request.about["raise"])
+        if "raise" in request.header:
+            raise KeyError(request.header["raise"])
         return request, state
 
 

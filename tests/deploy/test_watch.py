@@ -9,6 +9,7 @@ import pytest
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.operations.events import EventLog
 from fedvlm.deploy.operations.live_page import create_app, live_page, live_view, prometheus_metrics
+from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.policy import CONSENT_FILE
 from fedvlm.deploy.site.service import Site
 from fedvlm.errors import FederationError
@@ -125,3 +126,13 @@ def test_a_site_sees_nothing_of_other_sites(place):
     place.run()
     text = live_page(place.site("art"))[0]
     assert "photo" not in text and "sketch" not in text
+
+
+def test_the_page_of_a_site_reads_its_ledger_again_only_when_it_has_changed(place, monkeypatch):
+    place.run()
+    folder, reads, read = place.site("art"), [], Ledger.read
+    monkeypatch.setattr(Ledger, "read", lambda self: reads.append(self.path) or read(self))
+    facts = [live_view(folder)["facts"] for _ in range(3)]
+    assert len(reads) <= 1 and facts[0] == facts[1] == facts[2]
+    head = Ledger(folder).add("dropped", -1)
+    assert any(head[:16] in fact for fact in live_view(folder)["facts"])

@@ -150,7 +150,7 @@ def test_a_masked_upload_is_not_sent_again(place):
 def signed(place, by, file, **changes):
     """The file once more, changed and signed by another site or the same."""
     message = from_bytes(file.read_bytes())
-    words = {key: array for key, array in message.about.items() if key not in ("checksum", "signature")}
+    words = {key: array for key, array in message.header.items() if key not in ("checksum", "signature")}
     values = {key: changes.get("values", lambda array: array)(array) for key, array in message.arrays.items()}
     about = {**words, **changes.get("about", {})}
     prefix = changes.get("prefix", WITHDRAWAL_PREFIX)
@@ -168,7 +168,7 @@ LIES = {
     "another federation's": ("photo", {"about": {"federation": "ab" * 32}}, "another federation"),
     "a site that is none": ("photo", {"about": {"client": "nobody"}}, "no certificate"),
     "odd words": ("photo", {"about": {"client": 7}}, "no withdrawal"),
-    "odd uploads": ("photo", {"about": {"uploads": [["0" * 24]]}}, "no withdrawal"),
+    "odd uploads": ("photo", {"about": {"uploads": [{"training": "0" * 24}]}}, "no withdrawal"),
 }
 
 
@@ -252,7 +252,7 @@ def test_the_command_at_the_site_and_at_the_server(place):
     folder = str(place.site("photo"))
     assert "nobody is named" in str(go.invoke(app, ["deploy", "withdraw", folder]).exception)
     output = go.invoke(app, ["deploy", "withdraw", folder, "--by", "A. Person"]).output
-    assert "answers no more" in output and WITHDRAWAL_FILE in output
+    assert "no longer answers" in output and WITHDRAWAL_FILE in output
     done = go.invoke(app, ["deploy", "withdraw", str(place.kit.folder), f"{folder}/{WITHDRAWAL_FILE}"])
     assert "one, 0-all: taken out of what is shared" in done.output, done.exception
-    assert "photo is out of all later rounds" in done.output
+    assert "photo takes part in no later round" in done.output

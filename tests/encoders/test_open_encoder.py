@@ -1,13 +1,16 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from fedvlm.core import NEEDS
-from fedvlm.encoders import ENCODERS, open_encoder
+from fedvlm.core import NEEDS, make
+from fedvlm.encoders import ENCODERS, Kind, encoder_options, open_encoder
 from fedvlm.encoders.images import Pixels
 from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.runner.manifest import device_info
+from fedvlm.runner.settings import Settings
 from tests.helpers import tiny_models
 
 
@@ -50,3 +53,19 @@ def test_preprocessing_in_another_process_does_not_load_torch(tmp_path):
     load = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
     program = f"{load}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program, tmp_path / "pixels"], check=True)
+
+
+class OutsideEncoder:
+    """An encoder of another package that computes on a device."""
+
+    def __init__(self, place, *, device="cpu"):
+        self.device = device
+
+
+def test_the_manifest_names_the_device_of_any_encoder_that_takes_one(monkeypatch):
+    kinds = {"mine": Kind("mine:X", "mine", ("image",), __name__, "OutsideEncoder"), **ENCODERS}
+    monkeypatch.setattr("fedvlm.encoders.ENCODERS", kinds)
+    assert encoder_options("mine:a") == encoder_options("hf:a") == encoder_options("demo") == ["device"]
+    settings = replace(Settings(make("zero-shot")), encoder="mine:a")
+    assert device_info(settings, memory=False)["encoding"]["precision"] == "float32"
+    assert "encoding" not in device_info(replace(settings, encoder="store:a"), memory=False)

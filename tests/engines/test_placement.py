@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fedvlm import devices, tensors
+from fedvlm import devices, encoders, tensors
 from fedvlm.core import as_stacked, make, methods
 from fedvlm.devices import CPU, choose_device, to_device
 from fedvlm.engines import chunks
@@ -117,12 +117,12 @@ def as_before(monkeypatch):
 def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
     settings = build({"method": "fedot"})
     plain = {"training": {"device": "cpu"}}
-    assert device_info(settings, memory=True) == plain
-    assert device_info(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
-    assert device_info(replace(settings, encoder="store:x.npz"), memory=False) == plain
+    assert device_info(settings, in_memory=True) == plain
+    assert device_info(settings, in_memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
+    assert device_info(replace(settings, encoder="store:x.npz"), in_memory=False) == plain
     monkeypatch.setattr(manifest, "choose_device", lambda name: torch.device(name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    description = device_info(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
+    description = device_info(replace(settings, device="cuda", access={"device": "mps"}), in_memory=False)
     flags = {
         "deterministic algorithms": True,
         "cudnn.deterministic": True,
@@ -254,3 +254,13 @@ def test_auto_takes_the_gpu_that_is_there(monkeypatch):
         choose_device("cuda")
     method = make("fedot")
     assert with_device(method, "auto") is method
+
+
+def test_the_record_tells_the_device_of_an_encoder_of_another_package(monkeypatch):
+    kind = encoders.Kind("mine:NAME", "made", ("image",), __name__, "my_encoder")
+    monkeypatch.setitem(encoders.ENCODERS, "mine", kind)
+    settings = replace(build({"method": "fedot"}), encoder="mine:a")
+    assert device_info(settings, in_memory=False)["encoding"] == {"device": "cpu"}
+
+
+def my_encoder(name, *, device="cpu"): ...

@@ -161,7 +161,7 @@ def test_a_client_with_one_training_row_is_refused_by_name(rows, tmp_path):
 def test_a_transductive_run_says_so_in_every_table(rows, tmp_path):
     settings = {**QUICK, "reference": "target", "betas": [0.9, 0.98]}
     result = fedvlm.run(settings, embedded=rows, out=tmp_path / "a", **PLAIN)
-    assert run_label(result) == "faa-clip (rounds=2, TRANSDUCTIVE: adapts to the test rows)"
+    assert run_label(result) == "faa-clip (rounds=2, TRANSDUCTIVE: adapts to the test samples)"
     for form in ("text", "markdown", "latex", "csv"):
         assert "TRANSDUCTIVE" in compare_table([result], form)
 

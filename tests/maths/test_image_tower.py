@@ -91,7 +91,7 @@ def test_prompts_of_every_block_and_no_more(tmp_path):
     tower, pixels = opened(tmp_path, "clip")
     with pytest.raises(SettingsError, match="depth = 3; the image tower has 2 blocks"):
         tower({}, pixels, torch.zeros(3, 1, tower.width))
-    with pytest.raises(SettingsError, match="blocks = 3; the image tower has 2"):
+    with pytest.raises(SettingsError, match="blocks must be between 0 and 2, got 3"):
         tower.last(3)
 
 

@@ -103,12 +103,12 @@ def test_marginals_hold(seed, prompts, patches, gamma, entropy_reg, spread, kind
 @pytest.mark.parametrize(("kind", "gamma"), [("unbalanced", 0.8), ("classical", 1.0)])
 def test_low_precision_is_finite_and_close_at_every_entropy_reg(kind, gamma, entropy_reg, dtype):
     similarity = cosines(8, 2, 196, spread=0.03, dtype=dtype)
-    found = transport_plan(similarity, kind, gamma, entropy_reg)
-    assert found.dtype == torch.float32
+    actual = transport_plan(similarity, kind, gamma, entropy_reg)
+    assert actual.dtype == torch.float32
     truth = transport_plan(similarity.double(), kind, gamma, entropy_reg, WIDE_STEPS)
     # rounding moves a patch by 1e-7/λ between prompts
-    assert (found - truth).abs().max() * 196 < 1e-5 + 2e-6 / entropy_reg
-    assert torch.allclose(found.sum(dim=-1), torch.full((8, 2), gamma / 2), rtol=1e-4)
+    assert (actual - truth).abs().max() * 196 < 1e-5 + 2e-6 / entropy_reg
+    assert torch.allclose(actual.sum(dim=-1), torch.full((8, 2), gamma / 2), rtol=1e-4)
 
 
 @pytest.mark.parametrize("entropy_reg", [0.1, 0.003, 0.001])

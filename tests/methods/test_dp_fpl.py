@@ -25,7 +25,7 @@ def setting(**fields):
 
 
 def row_loss(method, frozen, moves, rest, x, y):
-    local = {"own": moves["left"] @ moves["right"] + rest}
+    local = {"local prompt": moves["left"] @ moves["right"] + rest}
     logits = method.predict(frozen, {"prompt": moves["prompt"]}, local, x[None])
     return torch.nn.functional.cross_entropy(logits, y[None])
 
@@ -38,8 +38,8 @@ def carriers(prompt, rank=3):
 def test_row_gradients_are_those_of_each_rows_own_loss():
     method, world, toy_client, sent, local = setting()
     batch = parts.minibatch(toy_client, 0)
-    left_factor, right = carriers(local["own"])
-    moves, rest = {**sent, "left": left_factor, "right": right}, local["own"] - left_factor @ right
+    left_factor, right = carriers(local["local prompt"])
+    moves, rest = {**sent, "left": left_factor, "right": right}, local["local prompt"] - left_factor @ right
     actual = sample_gradients(world.frozen, moves, rest, batch)
 
     def loss(moves, x, y):
@@ -107,7 +107,7 @@ def test_without_noise_and_clip_at_full_rank_it_is_plain_sgd():
 
     expected_upload, expected_local = parts.sgd(Plain(), world.frozen, sent, local, toy_client)
     torch.testing.assert_close(upload["prompt"], expected_upload["prompt"], rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(new_local["own"], expected_local["own"], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(new_local["local prompt"], expected_local["local prompt"], rtol=1e-4, atol=1e-7)
     assert not torch.equal(upload["prompt"], sent["prompt"])
 
 
@@ -127,7 +127,7 @@ def test_one_row_moves_a_noiseless_step_by_no_more_than_the_clip_allows():
     less = replace(toy_client, order=torch.where(toy_client.order == 5, -1, toy_client.order))
     upload2, own2 = method.update(world.frozen, sent, local, less)
     moved = (upload["prompt"] - upload2["prompt"]).square().sum()
-    moved += (new_local["own"] - own2["own"]).square().sum()
+    moved += (new_local["local prompt"] - own2["local prompt"]).square().sum()
     # at full rank the two factors carry one gradient twice, so the local part is the tighter one
     assert 0 < moved.sqrt() <= method.lr / method.batch_size * method.clip * (1 + 1e-4)
 

@@ -105,7 +105,7 @@ def shifted(judge_steps, turned):
         torch.zeros(judge_steps, 0),
     )
     shared, local = method.init(frozen)
-    with patch("fedvlm.methods.faa_clip.reverse_gradient", turned):
+    with patch("fedvlm.maths.networks.reverse_gradient", turned):
         shared, local = parts.adam(method, frozen, shared, local, toy_client)
     samples = torch.cat([toy_client.x, toy_client.reference])
     real = torch.ones(512, dtype=torch.bool)

@@ -36,18 +36,18 @@ def test_logits_are_the_scaled_sum_of_plan_times_cosine(kind):
     x = tensors.to_float32(world.x[:3])
     actual = world.method.predict(world.frozen, shared, local, x)
     unit = torch.nn.functional.normalize
-    text = [world.frozen.text_tower(one) for one in (shared["prompt"], local["own"])]
+    text = [world.frozen.text_tower(prompt) for prompt in (shared["prompt"], local["local prompt"])]
     for row in range(3):
-        for one in range(4):
-            cosine = torch.stack([unit(x[row], dim=1) @ part[one] for part in text])  # (2, patches)
+        for label in range(4):
+            cosine = torch.stack([unit(x[row], dim=1) @ part[label] for part in text])  # (2, patches)
             expected = 20.0 * (transport_plan(cosine, kind, 0.8, 0.05) * cosine).sum()
-            assert actual[row, one] == pytest.approx(expected.item(), abs=1e-4)
+            assert actual[row, label] == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_averaging_is_the_mean_cosine_and_equal_prompts_are_one_prompt():
     world, shared, _ = start_world(transport="averaging")
     x = tensors.to_float32(world.x[:5])
-    logits = world.method.predict(world.frozen, shared, {"own": shared["prompt"]}, x)
+    logits = world.method.predict(world.frozen, shared, {"local prompt": shared["prompt"]}, x)
     mean = torch.nn.functional.normalize(x, dim=-1).mean(dim=1)
     assert torch.allclose(logits, 20.0 * mean @ world.frozen.text_tower(shared["prompt"]).mT, atol=1e-5)
 
@@ -82,7 +82,7 @@ def test_both_prompts_learn_and_only_the_shared_one_is_uploaded():
     assert set(outcome.shared) == {"prompt"}
     assert tensors.max_relative_difference(outcome.shared, shared) > 1e-3
     for id in ("client-0", "client-1", "client-2"):
-        assert set(outcome.local[id]) == {"own"}
+        assert set(outcome.local[id]) == {"local prompt"}
         assert tensors.max_relative_difference(outcome.local[id], local) > 1e-3
 
 

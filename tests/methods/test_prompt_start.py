@@ -40,11 +40,11 @@ def contexts(method, frozen):
     """Every context that the method's first state reads class features from."""
     shared, local = method.init(frozen)
     if method.name == "dp-fpl":
-        return [shared["prompt"] + local["own"]]
+        return [shared["prompt"] + local["local prompt"]]
     if method.name == "promptfl-fedper":
-        return [torch.cat([shared["prompt"], local["own"]])]
+        return [torch.cat([shared["prompt"], local["local prompt"]])]
     state = {**shared, **local}
-    return [state[key] for key in ("prompt", "own", "prompts") if key in state]
+    return [state[key] for key in ("prompt", "local prompt", "prompts") if key in state]
 
 
 def rows(*shape):
@@ -163,12 +163,14 @@ def test_methods_that_start_from_the_template_keep_the_contract(name):
 
 def test_prompts_of_fedotp_that_start_alike_move_alike_until_the_first_mean():
     first, second = (train_toy(toy_world(from_template("fedotp", rounds=rounds, local_epochs=1))) for rounds in (1, 2))
-    local_prompts = [local_state["own"] for local_state in first.local.values()]
+    local_prompts = [local_state["local prompt"] for local_state in first.local.values()]
     assert not torch.equal(local_prompts[0], local_prompts[1])
     # the plan does not tell them apart: what a client uploads first is its local prompt too
     world = toy_world(from_template("fedotp", local_epochs=1))
     shared, local = world.method.init(world.frozen)
     upload, new_local = world.method.update(world.frozen, shared, local, make_client(world, "client-0", 0))
-    assert torch.allclose(upload["prompt"], new_local["own"], atol=1e-6)
-    distances = [(second.shared["prompt"] - local_state["own"]).abs().max() for local_state in second.local.values()]
+    assert torch.allclose(upload["prompt"], new_local["local prompt"], atol=1e-6)
+    distances = [
+        (second.shared["prompt"] - local_state["local prompt"]).abs().max() for local_state in second.local.values()
+    ]
     assert min(distances) > 1e-4

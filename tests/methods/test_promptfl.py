@@ -139,7 +139,7 @@ def test_promptfolio_mixes_between_promptfl_and_a_local_prompt():
     shared, local = world.method.init(world.frozen)
     x = world.x[:6]
     common = make("promptfl").predict(world.frozen, shared, {}, x)
-    local_logits = make("promptfl").predict(world.frozen, {"prompt": local["own"]}, {}, x)
+    local_logits = make("promptfl").predict(world.frozen, {"prompt": local["local prompt"]}, {}, x)
     for mix in (0.0, 0.4, 1.0):
         actual = replace(world.method, mix=mix).predict(world.frozen, shared, local, x)
         assert torch.allclose(actual, (1 - mix) * common + mix * local_logits, atol=1e-5)

@@ -55,7 +55,7 @@ def exchange(method, frozen, clients):
     }
 
 
-def deal(x, y, n_clients, seed=0):
+def split_clients(x, y, n_clients, seed=0):
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     parts = order.tensor_split(n_clients)
     return {f"{i}": build_client(x[part], y[part]) for i, part in enumerate(parts)}
@@ -94,8 +94,8 @@ def test_engines_agree_with_descriptions_and_own_texts(rounds):
 def test_federated_statistics_are_pooled_ones_however_rows_are_split(n_clients):
     frozen, x, y = setting()
     method = tofa()
-    pooled, _ = exchange(method, frozen, deal(x, y, 1))
-    split, _ = exchange(method, frozen, deal(x, y, n_clients))
+    pooled, _ = exchange(method, frozen, split_clients(x, y, 1))
+    split, _ = exchange(method, frozen, split_clients(x, y, n_clients))
     visual = ("counts", "means", "scatter", "weight", "bias")
     gap = tensors.max_relative_difference({k: split[k] for k in visual}, {k: pooled[k] for k in visual})
     assert gap < 1e-5
@@ -103,7 +103,7 @@ def test_federated_statistics_are_pooled_ones_however_rows_are_split(n_clients):
 
 def test_the_wires_fixed_point_predicts_what_float64_does():
     frozen, x, y = setting(400, dim=64)
-    shared, _ = exchange(tofa(text=False), frozen, deal(x, y, 8))
+    shared, _ = exchange(tofa(text=False), frozen, split_clients(x, y, 8))
     moments = gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, CLASSES))
     rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
     new = setting(400, dim=64, seed=0)[1].flip(0)
@@ -124,7 +124,7 @@ def test_one_row_per_class_leaves_no_scatter_and_no_confidence():
 
 def test_the_order_of_clients_does_not_matter():
     frozen, x, y = setting(texts=3)
-    clients = deal(x, y, 6)
+    clients = split_clients(x, y, 6)
     turned = dict(reversed(list(clients.items())))
     a, b = (exchange(tofa(), frozen, clients_in_order) for clients_in_order in (clients, turned))
     assert all(torch.equal(a[0][key], b[0][key]) for key in a[0])
@@ -180,7 +180,7 @@ def test_a_client_that_adapts_beats_the_prior_on_its_own_shift():
 def test_no_descriptions_leave_the_templates_classifier():
     frozen, x, y = setting()
     method = tofa(visual=False)
-    shared, local = exchange(method, frozen, deal(x, y, 3))
+    shared, local = exchange(method, frozen, split_clients(x, y, 3))
     zero_shot = make("zero-shot").predict(frozen, {}, {}, x)
     assert torch.equal(method.predict(frozen, shared, local["0"], x), zero_shot)
 
@@ -190,7 +190,7 @@ def test_descriptions_that_tell_help_and_misleading_ones_are_weighed_down():
     wrong = frozen.descriptions.clone()
     wrong[:, 2] = frozen.text.roll(1, 0)
     frozen = replace(frozen, descriptions=wrong)
-    shared, _ = exchange(tofa(), frozen, deal(x, y, 3))
+    shared, _ = exchange(tofa(), frozen, split_clients(x, y, 3))
     held = shared["weights"][:4]
     assert (held[:, 3] < held[:, 1]).all()
     assert torch.allclose(shared["weights"].sum(1), torch.ones(CLASSES))
@@ -200,7 +200,7 @@ def test_descriptions_that_tell_help_and_misleading_ones_are_weighed_down():
 def test_own_texts_take_two_exchanges_and_reach_everyone():
     frozen, x, y = setting()
     poor = replace(frozen, text=unit(frozen.text + 3 * torch.ones(DIM) / DIM**0.5, dim=1))
-    clients = deal(x, y, 3)
+    clients = split_clients(x, y, 3)
     good = unit(gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, CLASSES)).means.float(), dim=1)[
         :, None
     ]
@@ -292,21 +292,21 @@ def test_temperatures_are_told_for_the_record():
 @pytest.mark.parametrize("multiplier", [1000.0, torch.inf, -1000.0, torch.nan])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_open_classes_are_a_mask_and_lift_no_limit(multiplier, noise):
-    """A server that sends `open` = 1000 must not get a class of fewer than `smallest` samples."""
+    """A server that sends `open` = 1000 must not get a class of fewer than `min_class_samples`."""
     frozen, x, y = setting(rows=80)
     y = torch.where((y == 1) & (torch.arange(80) > 1), 0, y)  # one sample of class b
     method = tofa(min_class_samples=16, noise_multiplier=noise)
     shared, local = method.init(frozen)
-    each = build_client(x, y)
+    client = build_client(x, y)
     if noise:
-        each = replace(each, noise=torch.zeros(1, method.noise(frozen)))
+        client = replace(client, noise=torch.zeros(1, method.noise(frozen)))
     mask = torch.ones(CLASSES, dtype=torch.float64)
-    wanted, _ = method.update(frozen, {**shared, "open": mask}, local, each)
-    assert wanted["counts"].tolist() == [39, 0, 20, 20, 0]
-    got, _ = method.update(frozen, {**shared, "open": multiplier * mask}, local, each)
-    for key, value in got.items():
+    expected, _ = method.update(frozen, {**shared, "open": mask}, local, client)
+    assert expected["counts"].tolist() == [39, 0, 20, 20, 0]
+    actual, _ = method.update(frozen, {**shared, "open": multiplier * mask}, local, client)
+    for key, value in actual.items():
         closed = multiplier < 0 or multiplier != multiplier
-        assert torch.equal(value, torch.zeros_like(value) if closed else wanted[key]), key
+        assert torch.equal(value, torch.zeros_like(value) if closed else expected[key]), key
 
 
 def test_open_classes_of_another_shape_are_refused():

@@ -227,7 +227,7 @@ def test_only_the_last_blocks_are_sent():
     world = world_of("fedavg-tower", blocks=1)
     upload, _ = updated(world)
     assert set(upload) == set(world.frozen.image_tower.last(1)) < set(world.frozen.image_tower.weights)
-    with pytest.raises(SettingsError, match="blocks = 9; the image tower has 2"):
+    with pytest.raises(SettingsError, match="blocks must be between 0 and 2, got 9"):
         trained("fedavg-tower", blocks=9)
 
 

@@ -93,11 +93,10 @@ def test_a_chosen_seed_and_training_are_drawn(opened, bad_runs):
     opened.execute_script(choose, "training", 1)
     training = bad_runs[1].manifest["trainings"][0]
     first = float(opened.execute_script(points).split()[0].split(",")[1])
-    y0, y1 = map(
-        float,
-        opened.execute_script("return document.querySelector('.panel[data-key=accuracy]').dataset.y").split(),
-    )
-    value = y0 + (212 - first) / 202 * (y1 - y0)
+    panel = "document.querySelector('.panel[data-key=accuracy]').dataset"
+    y0, y1 = map(float, opened.execute_script(f"return {panel}.y").split())
+    _, top, _, base = map(float, opened.execute_script(f"return {panel}.box").split())
+    value = y0 + (base - first) / (base - top) * (y1 - y0)
     cell = next(c for c in _curves(bad_runs[1]) if c["seed"] == 1 and c["training"] == training)
     assert value == pytest.approx(cell["accuracy"][0], abs=0.005)
     opened.execute_script(choose, "seed", 0)
@@ -123,8 +122,7 @@ def test_a_key_hides_its_run_everywhere(opened):
 
 
 @pytest.mark.parametrize(
-    ("form", "prefix"),
-    [("Markdown", "| method | G |"), ("LaTeX", r"\begin{tabular}{lrrr"), ("CSV", "method,G,P,C,")],
+    ("form", "prefix"), [("Markdown", "| method | G |"), ("LaTeX", r"\begin{tabular}{lrrr"), ("CSV", "method,G,P,C,")]
 )
 def test_table_is_copied(opened, form, prefix):
     opened.find_element("css selector", f"[data-copy=main-table][data-form={form}]").click()

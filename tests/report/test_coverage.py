@@ -47,14 +47,7 @@ def test_an_experiment_that_names_an_item_runs_some_of_it():
 
 def test_the_matrix_is_the_count_of_the_items():
     rows = coverage()
-    assert [row["document"] for row in rows] == [
-        "fedot-v1",
-        "fedot-v2",
-        "faa-clip",
-        "fedotp",
-        "tofa",
-        "all",
-    ]
+    assert [row["document"] for row in rows] == ["fedot-v1", "fedot-v2", "faa-clip", "fedotp", "tofa", "all"]
     for key in ("items", *STATES, "on real data", "numbers"):
         assert sum(row[key] for row in rows[:-1]) == rows[-1][key]
     assert rows[-1]["items"] == len(items()) == 60
@@ -92,10 +85,7 @@ def test_another_backbone_makes_an_item_partly_covered():
         for name in ("femnist", "office-home", "pacs", "terra-incognita", "vlcs")
     }
     result = item_coverage(item, identities_by_experiment)
-    assert (result.state, result.missing) == (
-        "partly",
-        ("encoder=hf:openai/clip-vit-base-patch32",),
-    )
+    assert (result.state, result.missing) == ("partly", ("encoder=hf:openai/clip-vit-base-patch32",))
 
 
 def test_a_picture_that_cannot_be_drawn_makes_an_item_partly_covered():

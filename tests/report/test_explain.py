@@ -14,9 +14,10 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.huggingface import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
-from fedvlm.report.explain import draw_explanation, explain, patch_grid, prompt_map
+from fedvlm.report.explain import explain, patch_grid, plane_positions, prompt_map
 from fedvlm.report.page.model import build_model
 from fedvlm.report.page.render import render_page
+from fedvlm.report.plots import draw_explanation
 
 CLASSES = ("bird", "fruit", "vehicle")
 
@@ -69,7 +70,7 @@ def test_similarity_is_the_cosine_of_each_patch_and_the_class_behind_each_prompt
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()[0]
     unit = torch.nn.functional.normalize(patches, dim=1)
     for cosines, prompt in zip(
-        explanation.similarity, (classifier.shared["prompt"], classifier.local["own"]), strict=True
+        explanation.similarity, (classifier.shared["prompt"], classifier.local["local prompt"]), strict=True
     ):
         text = classifier.frozen.text_tower(prompt)[classifier.frozen.classes.index("fruit")]
         np.testing.assert_allclose(cosines.ravel(), (unit @ text).numpy(), atol=1e-5)
@@ -122,7 +123,7 @@ def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
     drawn = model["runs"][0]["prompts"]
     assert drawn["clients"] == list(prompts.clients)
     assert drawn["places"] == prompts.places.round(3).tolist()
-    figure = render_page(model).partition("local prompts of coop")[2].partition("</figure>")[0]
+    figure = render_page(model).partition("<figcaption>Local prompts of coop")[2].partition("</figure>")[0]
     assert figure.count("<circle") == 4
 
 
@@ -132,7 +133,7 @@ def test_fedotp_says_its_share_and_how_far_its_prompts_have_parted(fedotp):
         assert diagnostics["gamma"] == 0.8
         assert -1 <= diagnostics["cosine of the prompts"] < 1
     text = render_page(build_model([fedotp]))
-    assert "γ, share of an image that prompts take" in text and "t-SNE" not in text
+    assert "γ, fraction of an image that prompts take" in text and "t-SNE" not in text
 
 
 def call(*words):
@@ -187,3 +188,31 @@ def test_a_place_that_cannot_be_written_is_an_error_of_the_disk(fedotp, image, t
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write"):
         draw_explanation(explain(fedotp, image), tmp_path / "file" / "x.png")
+
+
+def clusters(count=3, size=12, dim=40):
+    draw = np.random.default_rng(0)
+    centres = 10 * draw.normal(size=(count, dim))
+    label = np.repeat(np.arange(count), size)
+    return torch.from_numpy(centres[label] + draw.normal(size=(len(label), dim))), label
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 5), (3, 12), (6, 25)])
+def test_separated_clusters_of_prompts_stay_separated(count, size):
+    points, label = clusters(count, size)
+    place = plane_positions(list(points))
+    distance = np.linalg.norm(place[:, None] - place, axis=2)
+    np.fill_diagonal(distance, np.inf)
+    assert (label[distance.argmin(1)] == label).all()
+    assert place.std() == pytest.approx(1.0)
+
+
+def test_the_same_prompts_always_give_the_same_map_whatever_their_shape():
+    points, _ = clusters()
+    np.testing.assert_array_equal(plane_positions(list(points.reshape(-1, 8, 5))), plane_positions(list(points)))
+
+
+@pytest.mark.parametrize("points", [torch.zeros(6, 9), torch.ones(5, 1), torch.eye(4)])
+def test_equal_or_few_prompts_have_finite_positions(points):
+    place = plane_positions(list(points))
+    assert place.shape == (len(points), 2) and np.isfinite(place).all()

@@ -50,3 +50,8 @@ def test_notebook_table_escapes_names(bad_runs):
     html = bad_runs[1]._repr_html_()
     assert html.startswith("<table><tr><th>method</th>") and "fedavg" in html
     assert "<script" not in html
+
+
+def test_a_result_is_opened_by_its_directory_as_text(bad_runs):
+    result = fedvlm.Result(str(bad_runs[1].folder))
+    assert result.tables == bad_runs[1].tables and "fedavg" in repr(result)

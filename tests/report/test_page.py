@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from base64 import b64encode
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -12,11 +13,15 @@ from typer.testing import CliRunner
 import fedvlm
 from fedvlm.cli import app
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.page.model import build_model, run_names
-from fedvlm.report.page.render import render_page, write_page
+from fedvlm.evaluate.metrics import mean_and_std
+from fedvlm.record import Record
+from fedvlm.report.charts import CLIENT_PALETTE, PALETTE
+from fedvlm.report.experiment import with_earlier_runs, write_folder
+from fedvlm.report.page.model import build_model, run_warnings
+from fedvlm.report.page.render import four_digits, render_page, write_page
 from fedvlm.report.page.svg import nice_ticks
-from fedvlm.report.runs import read_page
-from fedvlm.report.tables import compare_table
+from fedvlm.report.runs import listed_runs, read_page, read_runs, run_names
+from fedvlm.report.tables import compare_table, table_cells
 
 
 class Elements(HTMLParser):
@@ -68,11 +73,7 @@ def test_bad_names_are_words_and_never_elements(text):
 
 def test_compare_reads_a_page_back_as_the_runs_it_was_made_of(bad_runs, bad_page):
     records = read_page(bad_page)
-    for options in (
-        {},
-        {"all_columns": True, "form": "csv"},
-        {"traffic": True, "extra_columns": ["F1", "ECE"]},
-    ):
+    for options in ({}, {"all_columns": True, "form": "csv"}, {"traffic": True, "extra_columns": ["F1", "ECE"]}):
         assert compare_table(records, **options) == compare_table(bad_runs, **options)
 
 
@@ -103,7 +104,7 @@ def test_best_has_the_largest_mean_and_level_runs_have_nought_in_their_interval(
         assert means[verdict["best"]] == max(means)
         for place, (mean, low, high) in verdict["differences"].items():
             assert mean == pytest.approx(means[int(place)] - max(means), abs=1e-5)
-            assert (int(place) in verdict["level"]) == (low <= 0 <= high)
+            assert (int(place) in verdict["similar"]) == (low <= 0 <= high)
     assert all(
         model["runs"][v["best"]]["name"] in s
         for v, s in zip(model["verdicts"].values(), model["sentences"], strict=False)
@@ -114,17 +115,13 @@ def test_runs_of_other_rows_are_not_compared(bad_runs, rows_like, tmp_path):
     other_data = fedvlm.run("zero-shot", out=tmp_path / "o", embedded=rows_like(seed=5), seeds=[0, 1])
     model = build_model([bad_runs[0], other_data])
     assert model["verdicts"] == {}
-    assert "Nothing is compared" in model["sentences"][-1]
+    assert "No test of significance" in model["sentences"][-1]
     render_page(model)
 
 
 @pytest.mark.parametrize(
     ("protocol", "settings"),
-    [
-        ("own-test", {}),
-        ("source-target", {"target": ["art"]}),
-        ("cross-device", {"counts": [1, 2], "unseen": 1}),
-    ],
+    [("own-test", {}), ("source-target", {"target": ["art"]}), ("cross-device", {"counts": [1, 2], "unseen": 1})],
 )
 def test_every_protocol_has_a_page_with_a_verdict(rows_like, tmp_path, protocol, settings):
     runs = [
@@ -139,7 +136,7 @@ def test_every_protocol_has_a_page_with_a_verdict(rows_like, tmp_path, protocol,
     ]
     model = build_model(runs)
     assert model["verdicts"] and model["sentences"]
-    assert "unseen" not in model["runs"][2]["sure"]  # it has learnt nothing for them
+    assert "unseen" not in model["runs"][2]["calibration"]  # it has learnt nothing for them
     out = write_page(runs, tmp_path / "page.html")
     assert compare_table(read_page(out)) == compare_table(runs)
 
@@ -153,12 +150,12 @@ def test_badges_say_what_makes_numbers_weak(rows_like, tmp_path):
 
 def test_names_are_as_short_as_tells_runs_apart():
     def run(**settings):
-        return {"identity": {"seeds": [0], "method": settings}}
+        return {"seeds": [0], "method": settings}
 
     assert run_names([run(name="a", lr=1, x=2), run(name="b", lr=3)]) == ["a", "b"]
     runs = [run(name="a", lr=1, x=2), run(name="a", lr=3, x=2)]
-    assert run_names(runs) == ["a (lr 1)", "a (lr 3)"]
-    assert run_names([run(name="a"), run(name="a")]) == ["a [1]", "a [2]"]
+    assert run_names(runs) == ["a (lr=1)", "a (lr=3)"]
+    assert run_names([run(name="a"), run(name="a")], unique=True) == ["a [1]", "a [2]"]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.431, 0.562), (3, 3), (-2, 1e6), (1e-7, 2e-7)])
@@ -176,3 +173,104 @@ def test_report_command_writes_beside_the_runs_and_compare_reads_it(bad_runs):
     words = ["compare", path, "--columns", "AUC"]
     output = CliRunner().invoke(app, words, catch_exceptions=False).output
     assert "AUC, own" in output.splitlines()[0] and len(output.splitlines()) == 5
+
+
+@pytest.fixture(scope="module")
+def with_pooled(rows_like, tmp_path_factory):
+    """Two federated methods and the baselines that every table of own data has."""
+    folder = tmp_path_factory.mktemp("pooled")
+    methods = (
+        "zero-shot",
+        "alone",
+        "pooled",
+        {"name": "fedavg", "rounds": 3, "lr": 0.1},
+        {"name": "fedot", "rounds": 2},
+    )
+    return [
+        fedvlm.run(method, out=folder / str(place), embedded=rows_like(), seeds=[0, 1])
+        for place, method in enumerate(methods)
+    ]
+
+
+def test_differences_of_a_pooled_run_are_those_of_the_table_and_it_is_never_best(with_pooled):
+    model = build_model(with_pooled)
+    pooled = model["runs"][2]
+    assert {cell["client"] for cell in pooled["cells"]} == {cell["client"] for cell in model["runs"][3]["cells"]}
+    assert {cell["unseen"] for cell in pooled["cells"]} == {True, False}
+    for column, verdict in model["verdicts"].items():
+        means = [mean_and_std(run["tables"])[column][0] for run in model["runs"]]
+        assert verdict["best"] != 2
+        assert verdict["differences"]["2"][0] == pytest.approx(means[2] - means[verdict["best"]], abs=1e-5)
+
+
+def test_the_headline_names_the_best_federated_method_and_its_gaps(with_pooled):
+    model = build_model(with_pooled)
+    for column in ("G", "P"):
+        means = [mean_and_std(run["tables"])[column][0] for run in model["runs"]]
+        best = max((3, 4), key=lambda place: means[place])
+        [sentence] = [text for text in model["sentences"] if f"({column})" in text]
+        assert f"the best federated method is {model['runs'][best]['name']}" in sentence
+        assert f"pooled {round(100 * (means[best] - means[2]), 1) + 0.0:+.1f}" in sentence
+        assert "significant" in sentence or "alone" not in sentence
+
+
+def test_a_warning_names_its_methods_and_stands_once(bad_runs):
+    model = build_model(bad_runs)
+    for run in model["runs"][:2]:
+        run["notes"] = ["36 % of the classes are suppressed", "36 % of the classes are suppressed"]
+    assert run_warnings(model["runs"]) == ["zero-shot, fedavg: 36 % of the classes are suppressed"]
+    model["warnings"] = run_warnings(model["runs"])
+    assert render_page(model).partition('id="main"')[2].partition("</main>")[0].count("are suppressed") == 1
+
+
+def test_sections_have_the_names_of_the_field_and_tables_say_how_they_average(text):
+    for title in ("Data per client", "Calibration and utility", "Method diagnostics"):
+        assert f"<h2>{title}</h2>" in text
+    assert "Metrics are means over clients" in text and "pooled ECE" in text and "pooled micro-average AUC" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.123456, "0.1235"), (1234.56, "1235"), (12345.6, "12.35k"), (2.5e7, "25M"), (None, "-")]
+)
+def test_numbers_have_at_most_four_digits(value, shown):
+    assert four_digits(value) == shown
+
+
+def test_colours_of_clients_are_none_of_the_methods(text):
+    assert not set(PALETTE) & set(CLIENT_PALETTE)
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    assert all(colour in style for colour in (*PALETTE, *CLIENT_PALETTE))
+
+
+def test_a_report_of_one_run_keeps_the_runs_it_was_compared_with(bad_runs, tmp_path):
+    home = tmp_path / "r"
+    shutil.copytree(bad_runs[1].folder, home)
+    shutil.copytree(bad_runs[0].folder, home / "baselines" / "zero-shot")
+    write_folder(home, {}, [Record(home / "baselines" / "zero-shot"), Record(home)])
+    CliRunner().invoke(app, ["report", str(home)], catch_exceptions=False)
+    assert len(read_page(home / "report.html")) == 2
+
+
+def test_an_unfinished_run_is_refused_with_the_command_that_resumes_it(bad_runs, tmp_path):
+    shutil.copytree(bad_runs[1].folder, tmp_path / "r")
+    (tmp_path / "r" / "result.json").unlink()
+    with pytest.raises(DataError, match=r"is not finished; `fedvlm resume .*r` continues it"):
+        read_runs(tmp_path / "r")
+
+
+def test_runs_of_other_encoders_or_protocols_say_which(bad_runs, rows_like, tmp_path):
+    other = fedvlm.run("zero-shot", out=tmp_path / "o", embedded=rows_like(), protocol="own-test")
+    head, cells = table_cells([bad_runs[0], other])
+    assert head[:2] == ["method", "protocol"]
+    assert [row[1] for row in cells] == ["leave-one-domain-out", "own-test"]
+    assert "protocol" not in table_cells(bad_runs)[0]
+
+
+def test_later_commands_keep_the_runs_and_settings_of_earlier_ones(bad_runs, tmp_path):
+    home = tmp_path / "images"
+    write_folder(home, {"encoder": "a"}, bad_runs[:1])
+    write_folder(home, {"encoder": "b"}, with_earlier_runs(home, bad_runs[1:2]))
+    write_folder(home, {"encoder": "b"}, with_earlier_runs(home, bad_runs[1:2]))
+    assert listed_runs(home) == [bad_runs[1].folder, bad_runs[0].folder]
+    assert sorted(path.name for path in home.glob("*.toml")) == ["images-1.toml", "images.toml"]
+    assert 'encoder = "a"' in (home / "images-1.toml").read_text()

@@ -50,8 +50,7 @@ def cell(result, column="G", row="TextEnc", data="pacs"):
 
 
 @pytest.mark.parametrize(
-    ("measured", "word"),
-    [(0.9468, "met"), (0.9530, "met"), (0.9370, "within noise"), (0.9366, "differs")],
+    ("measured", "word"), [(0.9468, "met"), (0.9530, "met"), (0.9370, "within noise"), (0.9366, "differs")]
 )
 def test_a_run_as_published_is_judged_by_its_number(measured, word):
     match = cell(StubRecord(pacs(), [{"G": measured}]))  # the print is 94.68, without a deviation

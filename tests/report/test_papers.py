@@ -11,14 +11,7 @@ import pytest
 from fedvlm.core import check_type, methods
 from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.papers import (
-    ROUNDS,
-    differences,
-    find_item,
-    items,
-    numbers,
-    papers_folder,
-)
+from fedvlm.report.papers import ROUNDS, differences, find_item, items, numbers, papers_folder
 from fedvlm.runner.experiment_files import experiments, read_toml
 from fedvlm.runner.settings import build
 
@@ -70,10 +63,7 @@ def means_of_fedot():
             for column, number in row.items():
                 unseen = column.removeprefix("C, target ")
                 if unseen != column and number.method != "zero-shot":
-                    yield (
-                        number,
-                        [parts[0][key][f"G {unseen}"], *[parts[1][key][f"P, target {unseen}"]] * 3],
-                    )
+                    yield (number, [parts[0][key][f"G {unseen}"], *[parts[1][key][f"P, target {unseen}"]] * 3])
 
 
 def means_of_others():
@@ -234,13 +224,14 @@ def test_a_missing_file_of_a_paper_is_refused(tmp_path):
 
 def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_for():
     import tomllib
+    from inspect import getsource
 
-    from fedvlm.runner import experiments as experiment_module
+    from fedvlm.runner.experiment_files import experiment_folders
 
     root = Path(__file__).parents[2]
     made = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     shipped = made["targets"]["wheel"]["force-include"]
     assert shipped == {"experiments": "fedvlm/experiment_files"}
-    assert '"experiment_files"' in Path(experiment_module.__file__).read_text()
+    assert '"experiment_files"' in getsource(experiment_folders)
     assert list((root / "experiments").glob("*.toml")) and list((root / "experiments" / "papers").glob("*.csv"))
     assert papers_folder() == root / "experiments" / "papers"

@@ -12,9 +12,11 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.data.clients import SUPERCLASSES
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.report import plots
+from fedvlm.report.charts import PLOT_KINDS, PlotOptions
+from fedvlm.report.columns import column_value
 from fedvlm.report.explain import prompt_map
-from fedvlm.report.plots import PLOT_KINDS, PlotOptions, draw_runs, run_names
+from fedvlm.report.plots import draw_runs, figure_of, run_charts
+from fedvlm.report.runs import identities_of, run_names
 
 PLAIN = ("rounds", "sweep", "bars", "reliability", "roc", "decision", "partition", "kite")
 
@@ -59,6 +61,10 @@ def prompted(tmp_path_factory):
     return made, sorted((root / "data" / "bee").iterdir())[0]
 
 
+def draw(kind, results, options):
+    return figure_of(run_charts(kind, results, options))
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_several_runs_are_drawn_to_png_and_svg(kind, runs, tmp_path):
     with Image.open(draw_runs(kind, runs, tmp_path / "a.png")) as image:
@@ -69,19 +75,20 @@ def test_several_runs_are_drawn_to_png_and_svg(kind, runs, tmp_path):
 
 
 def test_lines_over_the_rounds_end_as_the_record_does(runs):
-    panel = plots.rounds(runs[:1], PlotOptions()).axes[0]
+    panel = draw("rounds", runs[:1], PlotOptions()).axes[0]
     (line,) = panel.get_lines()
     lines = [line for line in runs[0].lines() if line["round"] == 2]
     accuracies = [
         np.mean([client["test_hits"] / client["test_rows"] for client in line["clients"].values()]) for line in lines
     ]
     assert len(lines) == 6  # three trainings of two seeds
-    assert line.get_ydata()[-1] == pytest.approx(100 * np.mean(accuracies))
+    assert line.get_ydata()[-2] == pytest.approx(100 * np.mean(accuracies))
+    assert line.get_ydata()[-1] == pytest.approx(100 * column_value(runs[0], "C")[0])  # what the table reports
 
 
 @pytest.mark.parametrize("column", ["cosine", "loss", "difference", "seconds"])
 def test_lines_of_what_is_no_share_are_not_in_per_cent(runs, column):
-    panel = plots.rounds(runs[:1], PlotOptions((column,))).axes[0]
+    panel = draw("rounds", runs[:1], PlotOptions((column,))).axes[0]
     (line,) = panel.get_lines()
     values = [line[column] for line in runs[0].lines() if line["round"] == 2]
     assert line.get_ydata()[-1] == pytest.approx(np.mean(values))
@@ -89,19 +96,19 @@ def test_lines_of_what_is_no_share_are_not_in_per_cent(runs, column):
 
 
 def test_lines_over_a_setting_go_through_the_columns_of_the_tables(runs):
-    figure = plots.sweep(runs[::-1], PlotOptions(("P", "dof")))
+    figure = draw("sweep", runs[::-1], PlotOptions(("P", "dof")))
     for panel, scale in zip(figure.axes, (100, 1), strict=True):
         (line,) = panel.get_lines()
         assert line.get_xdata().tolist() == [1, 2, 8]
-        means = [plots.column_value(run, panel.get_title())[0] for run in runs]
+        means = [column_value(run, panel.get_title())[0] for run in runs]
         np.testing.assert_allclose(line.get_ydata(), [scale * run for run in means])
     assert figure.axes[0].get_xlabel() == "blocks"
 
 
 def test_bars_are_as_high_as_the_means(runs):
-    panel = plots.bars(runs, PlotOptions(("G",))).axes[0]
+    panel = draw("bars", runs, PlotOptions(("G",))).axes[0]
     heights = [bar.get_height() for bar in panel.patches]
-    assert heights == pytest.approx([100 * plots.column_value(run, "G")[0] for run in runs])
+    assert heights == pytest.approx([100 * column_value(run, "G")[0] for run in runs])
 
 
 def test_the_clients_that_train_are_along_the_axis_of_a_cross_device_run(rows, tmp_path):
@@ -113,26 +120,27 @@ def test_the_clients_that_train_are_along_the_axis_of_a_cross_device_run(rows, t
         counts=[1, 2],
         unseen=1,
     )
-    (line,) = plots.sweep([run], PlotOptions()).axes[0].get_lines()
+    (line,) = draw("sweep", [run], PlotOptions()).axes[0].get_lines()
     assert line.get_xdata().tolist() == [1, 2]
     assert line.get_ydata()[1] == pytest.approx(100 * run.tables[0]["unseen, n=2"])
 
 
 def test_every_client_has_a_panel_and_every_run_a_curve(runs):
-    figure = plots.reliability(runs, PlotOptions())
+    figure = draw("reliability", runs, PlotOptions())
     assert [panel.get_title() for panel in figure.axes] == ["photo", "sketch", "art, unseen"]
     for panel in figure.axes:
         assert len(panel.get_legend_handles_labels()[1]) == len(runs)
-    curves = plots.roc(runs, PlotOptions()).axes[0].get_lines()
+    curves = draw("roc", runs, PlotOptions()).axes[0].get_lines()
     for panel in curves[: len(runs)]:
         assert (np.diff(panel.get_xdata()) >= 0).all()
         assert (np.diff(panel.get_ydata()) >= 0).all()
 
 
 def test_titles_say_in_what_runs_of_a_method_differ(runs, prompted):
-    assert run_names(runs) == ["fedot, blocks=1", "fedot, blocks=2", "fedot, blocks=8"]
-    assert run_names(runs, ["method.blocks"]) == ["fedot"] * 3
-    assert run_names([runs[0], *prompted[0]]) == ["fedot", "coop", "promptfl"]
+    identities = identities_of(runs)
+    assert run_names(identities) == ["fedot (blocks=1)", "fedot (blocks=2)", "fedot (blocks=8)"]
+    assert run_names(identities, ["method.blocks"]) == ["fedot"] * 3
+    assert run_names([identities[0], *identities_of(prompted[0])]) == ["fedot", "coop", "promptfl"]
 
 
 def test_local_prompts_are_coloured_by_superclass(prompted, tmp_path):
@@ -145,17 +153,17 @@ def test_local_prompts_are_coloured_by_superclass(prompted, tmp_path):
 
 def test_prompts_of_other_methods_look_at_an_image_too(prompted, tmp_path):
     prompted_runs, image = prompted
-    path = draw_runs("heat", prompted_runs, tmp_path / "a.png", image=image, name="bee")
+    path = draw_runs("heat", prompted_runs, tmp_path / "a.png", image=image, class_name="bee")
     with Image.open(path) as drawn:
         assert drawn.width > drawn.height
     with pytest.raises(SettingsError, match="no class is called 'cat'"):
-        draw_runs("heat", prompted_runs, tmp_path / "b.png", image=image, name="cat")
+        draw_runs("heat", prompted_runs, tmp_path / "b.png", image=image, class_name="cat")
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("pie", {}, "no kind of picture is called 'pie'"),
+        ("pie", {}, "no kind of plot is called 'pie'"),
         ("heat", {}, "give --image FILE"),
         ("heat", {"image": Path("a.png"), "over": "x"}, "--x-axis has no use"),
         ("roc", {"columns": ["C"]}, "--columns has no use"),
@@ -164,7 +172,7 @@ def test_prompts_of_other_methods_look_at_an_image_too(prompted, tmp_path):
         ("bars", {"columns": ["Q"]}, "no column is called 'Q'"),
         ("sweep", {"over": "method.block"}, "no run has both"),
         ("decision", {"training": "arts"}, "did you mean 'art'"),
-        ("tsne", {}, "a map is of one run"),
+        ("tsne", {}, "a t-SNE map is of one run"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(kind, options, message, runs, tmp_path):
@@ -179,7 +187,7 @@ def test_a_sweep_over_several_settings_asks_which(runs, rows, tmp_path):
         draw_runs("sweep", [*runs, other_run], tmp_path / "a.png")
     with pytest.raises(SettingsError, match="differ in no setting"):
         draw_runs("sweep", runs[:1], tmp_path / "a.png")
-    with pytest.raises(SettingsError, match=r"end it in \.png or \.svg"):
+    with pytest.raises(SettingsError, match=r"end it in \.png, \.svg or \.pdf"):
         draw_runs("bars", runs, tmp_path / "a.gif")
 
 

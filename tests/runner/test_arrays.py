@@ -108,13 +108,13 @@ def test_labels_that_a_table_made_floats_are_the_numbers_they_were() -> None:
 
 
 def test_no_clients_are_no_rows_and_never_the_demo() -> None:
-    with pytest.raises(DataError, match="clients = {} holds no rows"):
+    with pytest.raises(DataError, match="clients must be a dict of arrays by client name.*got {}"):
         fedvlm.run("alone", clients={})
 
 
 def test_one_class_is_refused_before_any_training() -> None:
     x, y = rows(0)
-    with pytest.raises(DataError, match="one class only, '0'"):
+    with pytest.raises(DataError, match="only one class, '0'"):
         fedvlm.run("auto", clients={"a": (x[y == 0], y[y == 0])})
 
 
@@ -143,3 +143,23 @@ def test_whoever_has_a_test_set_sets_no_rows_aside_for_one() -> None:
 def test_no_method_is_auto_as_on_the_command_line() -> None:
     result = fedvlm.run(clients={"a": rows(0), "b": rows(1)})
     assert result.manifest["identity"]["method"]["name"] == "auto"
+
+
+@pytest.mark.parametrize("name", ["data", "encoder"])
+def test_data_and_encoder_do_not_go_with_arrays(name):
+    x, y = rows(0)
+    with pytest.raises(DataError, match=f"{name} = 'demo' does not apply to samples in memory"):
+        fedvlm.run("alone", clients={"a": (x, y)}, **{name: "demo"})
+
+
+def test_a_list_of_pairs_is_answered_with_names_for_the_clients():
+    x, y = rows(0)
+    with pytest.raises(DataError, match=r'clients must be a dict of arrays by client name, as \{"a": .*got a list'):
+        fedvlm.run("alone", clients=[(x, y)])
+
+
+def test_python_warns_of_the_data_as_the_command_line_does():
+    x, y = rows(0)
+    few = {"a": (x[:30], y[:30]), "b": (x[30:60], y[30:60])}
+    with pytest.warns(fedvlm.DataWarning, match="too few validation samples for model selection"):
+        fedvlm.run("alone", clients=few)

@@ -83,7 +83,7 @@ def test_a_method_is_taken_if_its_classes_come_from_text_alone(rows, name):
     if name in OPEN:
         check_new_classes(make(name), frozen)
         return
-    with pytest.raises(SettingsError, match="place for each class|keeps labels of its rows"):
+    with pytest.raises(SettingsError, match="has a row per class|stores labels of its samples"):
         check_new_classes(make(name), frozen)
 
 
@@ -129,9 +129,9 @@ def test_a_local_prompt_is_what_new_classes_are_measured_with(rows, tmp_path):
 
 
 def test_bad_input_is_refused_with_the_reason(rows):
-    with pytest.raises(SettingsError, match="fedot knows only those .*'head' has a place"):
+    with pytest.raises(SettingsError, match="fedot cannot predict .*'head' has a row per class"):
         check_samples(settings("fedot"), rows)
-    with pytest.raises(DataError, match="takes 4 classes or more, and .* has 3"):
+    with pytest.raises(DataError, match="needs at least 4 classes, got 3"):
         check_samples(settings(), embedded(60, classes=3))
     with pytest.raises(SettingsError, match="measured in one process"):
         settings(engine="flower")

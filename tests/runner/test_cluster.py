@@ -124,14 +124,14 @@ def test_a_cluster_gives_the_same_record_though_a_worker_is_killed(rows_like, fi
 
 @pytest.mark.parametrize("on", ["ray://x:1", "tcp://10.0.0.1:8786", "dask://", "somewhere"])
 def test_a_place_that_is_no_cluster_or_would_go_in_the_clear_is_refused(on):
-    with pytest.raises(SettingsError, match=r"name dask \(on this machine\), dask://HOST:PORT"):
-        cluster._address(on)
+    with pytest.raises(SettingsError, match=r"--on must be dask \(on this machine\), dask://HOST:PORT"):
+        cluster.parse_address(on)
 
 
 def test_the_way_to_another_machine_is_tls():
-    assert cluster._address("dask://lab:8786") == cluster._address("tls://lab:8786")
-    assert cluster._address("dask://lab:8786") == "tls://lab:8786"
-    assert cluster._address("tcp://127.0.0.1:8786") == "tcp://127.0.0.1:8786"
+    assert cluster.parse_address("dask://lab:8786") == cluster.parse_address("tls://lab:8786")
+    assert cluster.parse_address("dask://lab:8786") == "tls://lab:8786"
+    assert cluster.parse_address("tcp://127.0.0.1:8786") == "tcp://127.0.0.1:8786"
 
 
 def test_tls_without_a_certificate_is_refused():

@@ -26,8 +26,9 @@ def ordered(out, store, method, **settings):
 
 
 def worked(order, folder, manifest, progress=((), ()), place=None):
-    job_args = (order.settings, order.rows, place, order.seed, order.training)
-    return cluster.run_on_worker(*job_args, folder, manifest, (list(progress[0]), dict(progress[1])))
+    training = cluster.WorkerTraining(order.settings, order.seed, order.training)
+    files = (list(progress[0]), dict(progress[1]))
+    return cluster.run_on_worker(training, order.rows, place, folder, manifest, files)
 
 
 def plain(lines):
@@ -147,7 +148,7 @@ def test_a_worker_prepares_base_to_new_from_all_classes(store, tmp_path, monkeyp
     monkeypatch.setattr(cluster, "run_jobs", lambda submitted, on: jobs.extend(submitted))
     run_options = {"encoder": f"store:{store}", "protocol": "base-to-new"}
     method = {"name": "fedclip", "rounds": 2}
-    execute_all([(build({"method": method, **run_options}), tmp_path / "there")], on="dask")
+    execute_all([(build({"method": method, **run_options}), tmp_path / "there")], cluster="dask")
     made = fedvlm.run(method, **run_options, out=tmp_path / "here")
     lines, files, _ = worked(jobs[0].spec, tmp_path / "nowhere", made.manifest)
     check_left(made, jobs[0].spec, lines, files)

@@ -37,9 +37,9 @@ def test_oddities_of_a_folder_are_said_before_the_run_and_a_finished_one_is_name
     for words in (
         "ignored, because they are no images: a/notes.txt",
         "domain 'empty' has no images and is left out",
-        "client 'c' has one class only, 'normal'",
-        "10 or fewer validation rows to choose by at a (4), b (4), c (4)",
-        "class 'glioma' is only at client 'a'; is it the 'gliomas' of others?",
+        "client 'c' has only one class: 'normal'",
+        "too few validation samples for model selection (at most 10): a (4), b (4), c (4)",
+        "class 'glioma' is only at client 'a'; if it is the class 'gliomas' of other clients, give both the same name",
     ):
         assert any(message.startswith(words) for message in messages), words
     messages.clear()

@@ -40,7 +40,10 @@ def test_an_experiment_has_the_same_record_on_any_number_of_processes(rows, file
         ]
         lines, progress_calls = [], []
         done = execute_all(
-            requests, False, rows, lambda *all: progress_calls.append(all), lambda *all: lines.append(all)
+            requests,
+            embedded=rows,
+            progress=lambda *all: progress_calls.append(all),
+            on_line=lambda *all: lines.append(all),
         )
         assert [entry.folder for entry in done] == [place for _, place in requests]
         assert ("fedot", 18, 18) in progress_calls and ("fedavg", 24, 24) in progress_calls

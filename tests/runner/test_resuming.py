@@ -114,7 +114,7 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
 def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     (tmp_path / "a" / "result.json").unlink()
-    with pytest.raises(SettingsError, match="took its rows from memory; call fedvlm.run again"):
+    with pytest.raises(SettingsError, match="took its samples from memory; call fedvlm.run again"):
         fedvlm.resume(tmp_path / "a")
 
 

@@ -124,7 +124,7 @@ def test_without_enough_contributors_anywhere_predictions_stay_finite():
 
 
 def test_a_smaller_limit_is_refused_unless_it_is_allowed():
-    with pytest.raises(SettingsError, match=r"min_class_samples = 4: .*allow_small = true"):
+    with pytest.raises(SettingsError, match=r"min_class_samples must be at least 16, got 4: .*allow_small = true"):
         build({"method": {"name": "tofa", "min_class_samples": 4}})
     assert build({"method": "tofa"}).method.min_class_samples == MIN_CLASS_SAMPLES
     assert build({"method": "tofa", "allow_small": True}).method.min_class_samples == 1
@@ -141,11 +141,11 @@ def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_
     usual = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **few_shots)
     allowed = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, **few_shots)
     [message] = usual.manifest["notes"]
-    assert "12 of 12 class statistics are not uploaded" in message
+    assert "12 of 12 class statistics are suppressed" in message
     assert "no class statistics at all come from art, photo, sketch" in message
-    assert message.startswith("MOST IS WITHHELD: ")
-    assert "60 of 60 training rows (100%) are in no class statistic" in message
-    assert "--allow-small uploads them" in message
+    assert message.startswith("tofa: ")
+    assert "60 of 60 training samples (100%) are in no uploaded statistic" in message
+    assert "allow_small = true (--allow-small) uploads them" in message
     assert "method.noise_multiplier = 1" in message
     assert "\n" not in message
     assert allowed.manifest["notes"] == []
@@ -165,7 +165,7 @@ def test_nothing_is_noted_where_all_classes_are_large():
     assert suppressed_warnings(make("tofa"), {"a": Member}, labels, 3) == []
     labels[:5] = 1
     [message] = suppressed_warnings(make("tofa"), {"a": Member}, labels, 3)
-    assert message.startswith("1 of 3 class statistics are not uploaded")
+    assert message.startswith("tofa: 1 of 3 class statistics are suppressed")
 
 
 def test_a_method_without_noise_is_told_of_one_way_out():
@@ -175,7 +175,7 @@ def test_a_method_without_noise_is_told_of_one_way_out():
         train = np.arange(29)
 
     [message] = suppressed_warnings(make("fedgh"), {"a": Member}, labels, 3)
-    assert "9 of 29 training rows (31%) are in no class statistic" in message
+    assert "9 of 29 training samples (31%) are in no uploaded statistic" in message
     assert "noise" not in message
 
 

@@ -11,7 +11,7 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.runner.experiments import experiment_runs, read_grid, read_sweep, run_all, swept_grid
+from fedvlm.runner.experiments import experiment_runs, read_grid, read_sweep, split_outcomes, swept_grid
 from fedvlm.runner.settings import build
 
 FEDOT = {"method": {"name": "fedot", "rounds": 1}}
@@ -77,8 +77,8 @@ def test_a_sweep_without_name_or_values_is_refused(text):
         ([1, "auto"], r"mixed types, 1 \(number\) and 'auto' \(str\)"),
         ([True, 1], "mixed types"),
         ([1, 2, 1], "has a value twice"),
-        ([], "takes a list of values"),
-        (4, "takes a list of values"),
+        ([], "must be a list of values"),
+        (4, "must be a list of values"),
     ],
 )
 def test_values_that_make_no_sweep_are_refused(values, message):
@@ -105,17 +105,14 @@ def test_a_sweep_over_a_setting_that_does_not_exist_is_refused(key, suggestion):
 def test_a_point_that_fails_is_named_and_the_others_go_on():
     settings = [build(entry) for entry in experiment_runs({**FEDOT, "sweep": {"method.blocks": [1, 3, 4]}})]
 
-    def go(all, enduring):
-        return [
-            ValueError("no") if run_settings.method.blocks == 3 else place for place, run_settings in enumerate(all)
-        ]
-
-    done, failed = run_all(settings, ["method.blocks"], go)
+    outcomes = [0, ValueError("no"), 2]
+    done, failed = split_outcomes(settings, outcomes, ["method.blocks"])
     assert (done, failed) == ([0, 2], ["fedot at method.blocks=3 failed: ValueError: no"])
     with pytest.raises(ValueError, match="no"):
-        run_all(settings, [], go)  # no sweep: the first failure ends it
+        split_outcomes(settings, outcomes)  # no sweep: the first failure ends it
+    assert split_outcomes(settings, outcomes, keep_going=True) == ([0, 2], ["fedot failed: ValueError: no"])
     with pytest.raises(FedVLMError, match="every run failed; the first: fedot at method.blocks=3"):
-        run_all(settings[1:2], ["method.blocks"], go)
+        split_outcomes(settings[1:2], outcomes[1:2], ["method.blocks"])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The race for a rate: what it costs, what it looks at, and what the record says of it."""
+"""Tuning by successive halving: what it costs, which samples it uses, and what the record says of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,17 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fedvlm
+from fedvlm import cli
 from fedvlm.channel.pipeline import spent_epsilon
 from fedvlm.channel.settings import Channel
+from fedvlm.encoders.store import save_store
 from fedvlm.errors import SettingsError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import prepare
+from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 from fedvlm.runner.tune import GRID_FACTORS, MAX_SEARCH_RUNS, halving_schedule, search_rounds, tune_seeds
+from fedvlm.storage.files import to_toml
 
 TUNED = {"protocol": "own-test", "clients": "domain", "tune": ["lr"], "workers": 1}
 METHOD = {"name": "fedavg", "lr": 1e-3, "rounds": 8}
@@ -28,8 +33,8 @@ def run_search(prepared, progress=lambda *_: None):
     return tune.with_tuned(prepared.settings, {"tuned": about}, 0), about
 
 
-def raced(rows, **run_tuned):
-    return run_search(prepare(build({**TUNED, "method": METHOD, **run_tuned}), rows, 0))
+def raced(rows, **extra):
+    return run_search(prepare(build({**TUNED, "method": METHOD, **extra}), rows, 0))
 
 
 def test_progress_tells_the_rounds_of_all_trials(rows):
@@ -94,7 +99,7 @@ def test_the_run_has_the_chosen_rate_and_the_table_says_how(rows, tmp_path):
     run = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **TUNED)
     chosen = run.manifest["tuned"]["chosen"]["lr"]
     assert run.manifest["identity"]["method"]["lr"] == chosen
-    assert "tuned on validation rows (4 trials)" in run.table()
+    assert "tuned on validation samples (4 trials)" in run.table()
     again = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **TUNED)
     assert again.manifest == run.manifest
 
@@ -144,7 +149,7 @@ def test_every_trials_releases_count_in_epsilon(rows, tmp_path):
     [
         ({"method": "alone"}, "alone has nothing to tune"),
         ({"tune": ["momentum"]}, "fedavg has lr to tune"),
-        ({"method": "fedot", "warm_start": "tofa"}, "do not go together"),
+        ({"method": "fedot", "warm_start": "tofa"}, "cannot be combined"),
     ],
 )
 def test_what_cannot_be_raced_is_refused(rows, tmp_path, extra, message):
@@ -163,20 +168,33 @@ def test_a_race_without_validation_rows_is_refused(rows):
     before = prepare(build({**TUNED, "method": METHOD}), rows, 0)
     members = {id: replace(member, validation=member.validation[:0]) for id, member in before.partition.clients.items()}
     bare = replace(before, partition=replace(before.partition, clients=members))
-    with pytest.raises(SettingsError, match="has validation rows"):
+    with pytest.raises(SettingsError, match="has validation samples"):
         run_search(bare)
 
 
+def test_nothing_is_tuned_unless_a_setting_says_so_whoever_builds_the_settings(rows, tmp_path, monkeypatch):
+    """The command line, Python, an experiment's file and a deployment have one default."""
+    monkeypatch.chdir(tmp_path)
+    store = save_store(tmp_path / "rows.safetensors", rows)
+    quick = {"protocol": "own-test", "encoder": f"store:{store}"}
+    python = fedvlm.run({"name": "fedavg", "rounds": 1}, out=tmp_path / "python", **quick)
+    (tmp_path / "mine.toml").write_text(to_toml({**quick, "method": {"name": "fedavg", "rounds": 1}}))
+    options = ["--no-report", "--no-baselines"]
+    words = ["--method", "fedavg", "--set", "method.rounds=1", "--set", "protocol=own-test"]
+    for folder, command in {"line": ["--encoder", f"store:{store}", *words], "file": ["mine.toml"]}.items():
+        done = CliRunner().invoke(cli.app, ["run", *command, *options, "--output", folder], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert Record(tmp_path / folder).manifest["identity"] == python.manifest["identity"]
+    assert python.manifest["identity"]["tune"] == []
+    assert "tuned" not in python.manifest
+
+
 @pytest.mark.parametrize(
-    ("extra", "assigned", "tunes"),
-    [
-        ({}, (), ("lr",)),
-        ({}, ("method.lr",), ()),
-        ({"seeds": [0, 1]}, (), ("lr",)),
-        ({"method": "tofa"}, (), ()),
-        ({"method": "fedavg-tower"}, (), ()),
-        ({"channel": {"clip": 1.0, "noise_multiplier": 1.0}}, (), ()),
-    ],
+    ("method", "is_noted"), [("fedavg", True), ({"name": "fedavg", "lr": 0.5}, False), ("zero-shot", False)]
 )
-def test_own_data_race_for_a_rate_nobody_set_where_that_is_cheap(extra, assigned, tunes):
-    assert tune.with_default_tuning(build({"method": "fedavg", **extra}), assigned).tune == tunes
+def test_a_default_lr_on_own_data_is_pointed_out(rows, tmp_path, method, is_noted):
+    messages = []
+    settings = build({"method": method, "protocol": "own-test"})
+    settings = replace(settings, method=replace(settings.method, **({"rounds": 1} if is_noted else {})))
+    execute(settings, tmp_path / "r", embedded=rows, log=messages.append)
+    assert any("--tune lr" in message for message in messages) == is_noted

@@ -62,7 +62,7 @@ def test_the_rule_on_small_classes_holds_for_a_warm_start(tmp_path, rows):
 
 @pytest.mark.parametrize(
     ("method", "first", "message"),
-    [("tofa", "tofa", "shares no head"), ("fedot", "fedavg", "gives no head")],
+    [("tofa", "tofa", "shares no head"), ("fedot", "fedavg", "has no head to start from")],
 )
 def test_who_gives_or_takes_no_head_is_refused(tmp_path, rows, method, first, message):
     with pytest.raises(SettingsError, match=message):

@@ -1,4 +1,4 @@
-"""How far a fit that stopped early is from scikit-learn's solution, by the slope that is left.
+"""How far a fit that stopped early is from scikit-learn's solution, by the remaining gradient.
 
 python -m tools.auto.settled --stores FOLDER [--sets demo]
 The first client of every set, all ridges, and fewer or more steps. For each decade of the slope:

@@ -107,7 +107,7 @@ def _conditions(text: Document) -> list[Cell]:
                 if name != "FedOT":
                     entry = replace(entry, method="fedlt", settings=TEXT)
                 kappa = replace(entry, value=pair[1], round="last")
-                out += [entry, replace(kappa, column=f"kappa, target{end}" if end else "kappa")]
+                out += [entry, replace(kappa, column=f"condition_number, target{end}" if end else "condition_number")]
     return out
 
 

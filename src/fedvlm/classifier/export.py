@@ -102,7 +102,7 @@ def to_onnx(classifier: Personalised) -> bytes:
     weight, bias = linear_head(classifier)
     classes, dim = weight.shape
     min_norm = np.float32(1e-12)
-    log_temperature = 0.0 if classifier.calibration is None else classifier.calibration.log_heat
+    log_temperature = 0.0 if classifier.calibration is None else classifier.calibration.log_temperature
     graph = helper.make_graph(
         [
             helper.make_node("ReduceL2", ["embeddings"], ["length"], axes=[1], keepdims=1),

@@ -20,7 +20,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.prepare import Prepared, prepare_client, with_calibration
 from fedvlm.runner.settings import build
-from fedvlm.runner.training import calibration
+from fedvlm.runner.training import fit_calibration
 
 VALIDATION_FRACTION = 0.25  # of what a client learns from: validation rows, a third of them set aside
 
@@ -67,7 +67,7 @@ def join(
     sent, world = method.send(common.shared, client_id), prepared.own_world(client_id)
     if adapted:
         local = method.adapt(common.frozen, sent, local, make_client(world, client_id, method.rounds))
-    fitted_calibration = calibration(world, sent, local, client_id)
+    fitted_calibration = fit_calibration(world, sent, local, client_id)
     personal = replace(common, local=local, client=client_id, calibration=fitted_calibration)
     test_rows = torch.from_numpy(client_split.test)
 
@@ -79,12 +79,7 @@ def join(
 
 
 def embed_for_run(
-    run: Record,
-    data: str,
-    source: Mapping[str, Any],
-    encoder: str,
-    access: Mapping[str, Any],
-    progress: Progress,
+    run: Record, data: str, source: Mapping[str, Any], encoder: str, access: Mapping[str, Any], progress: Progress
 ) -> tuple[EmbeddedTable, list[str]]:
     """A data set as the run's own encoder sees it; `encoder` says where that is, if it moved."""
     identity = run.manifest["identity"]

@@ -19,7 +19,7 @@ from fedvlm.maths.calibration import Calibration, score_limits
 from fedvlm.record import Record
 from fedvlm.runner.load import open_towers
 from fedvlm.runner.prepare import frozen_from, template_of
-from fedvlm.runner.training import from_json, read_calibration, to_json
+from fedvlm.runner.training import calibration_from_json, calibration_to_json, read_calibration
 from fedvlm.runner.tune import seed_search
 from fedvlm.storage.files import read_tensors, write_tensors
 
@@ -54,9 +54,9 @@ class Personalised:
         array or a tensor.
         """
         try:
-            x = torch.as_tensor(x)
+            x = torch.as_tensor(x if isinstance(x, Tensor) else np.asarray(x))  # also of a data frame
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"these rows are no numbers ({error}); give an array") from error
+            raise DataError(f"the embeddings are not numeric ({error}); pass an array of numbers") from error
         expected_shape: tuple[int | str, ...] = ("rows", self.frozen.dim)
         if "image tower" in self.method.traits.needs:
             expected_shape = ("rows", 3, "height", "width")
@@ -143,7 +143,7 @@ class Personalised:
         if self.window is not None:
             about["window"] = self.window
         if self.calibration is not None:
-            about["calibration"] = to_json(self.calibration)
+            about["calibration"] = calibration_to_json(self.calibration)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
@@ -168,7 +168,7 @@ class Personalised:
             group("local"),
             about["client"],
             about["encoder"],
-            from_json(about["calibration"]) if "calibration" in about else None,
+            calibration_from_json(about["calibration"]) if "calibration" in about else None,
             check_window(about.get("window")),
         )
 

@@ -1,4 +1,4 @@
-"""Commands that ask a saved classifier: of images, and of labelled images how well it does."""
+"""Export classifiers, predict and evaluate with them, and train one for a late client."""
 
 import csv
 import json
@@ -62,7 +62,7 @@ def predict(
 
 
 def table(predictions: "Predictions", top: int, sets: bool) -> list[dict[str, Any]]:
-    """One line per image and rank; the probability's name says if nothing has calibrated it."""
+    """Return one line per image and rank; the header says if probabilities are not calibrated."""
     title = "uncalibrated probability" if any("not calib" in n for n in predictions.notes) else ""
     lines = []
     for row in predictions.rows:
@@ -130,9 +130,9 @@ def score(
         rows += [[name, f"{100 * fraction:.2f}"] for name, fraction in evaluation.metrics.items()]
         rows += [[f"recall of {name}", f"{100 * fraction:.2f}"] for name, fraction in evaluation.recall.items()]
         if evaluation.size is not None and evaluation.coverage is not None and evaluation.decided is not None:
-            rows.append([f"coverage, {100 * (coverage or 0):g} promised", f"{evaluation.coverage:.2%}"])
-            rows.append(["classes in a set", f"{evaluation.size:.2f}"])
-            rows.append(["decided, not abstained", f"{evaluation.decided:.2%}"])
+            rows.append([f"coverage (target {100 * (coverage or 0):g} %)", f"{evaluation.coverage:.2%}"])
+            rows.append(["mean set size", f"{evaluation.size:.2f}"])
+            rows.append(["decided (one class)", f"{evaluation.decided:.2%}"])
         typer.echo(render_table(["", "%"], rows, "text", True), nl=False)
     _report_problems(evaluation.notes, evaluation.skipped)
 
@@ -202,8 +202,9 @@ def join(
     save_with_card(done.classifier, story, out)
     if not done.is_adapted:
         name = done.classifier.method.name
-        typer.echo(f"{name} has no adaptation of its own: {client} gets what every unseen one does")
+        typer.echo(f"{name} does not adapt to a client; {client} gets the shared classifier")
     typer.echo(
-        f"{client}: {100 * done.accuracy:.2f} % of {done.n_test_samples} held-out rows "
-        f"({100 * done.unseen_accuracy:.2f} % without adapting), learnt from {done.n_train_samples}; in {out}"
+        f"{client}: {100 * done.accuracy:.2f} % accuracy on {done.n_test_samples} held-out samples "
+        f"({100 * done.unseen_accuracy:.2f} % without adaptation), "
+        f"trained on {done.n_train_samples} samples; saved to {out}"
     )

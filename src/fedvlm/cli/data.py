@@ -54,30 +54,37 @@ def partition(
     ] = False,
 ) -> None:
     """Show samples per class and client before a run."""
-    from fedvlm.data.partition import SampleList, count_table, list_samples, make_partition
+    import numpy as np
+
+    from fedvlm.data.partition import SampleList, count_table, list_samples
+    from fedvlm.data.splits import SPLITS
     from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
     from fedvlm.errors import SettingsError
     from fedvlm.report.plots import draw_partition
     from fedvlm.report.tables import render_table
     from fedvlm.runner.load import open_data, smoke_dataset
-    from fedvlm.runner.prepare import undivided_targets
+    from fedvlm.runner.prepare import divide_samples
     from fedvlm.runner.settings import build, override
 
-    values = {"method": "zero-shot", "data": data, "source": parse_pairs("--source", source)}
-    settings = build(override(values, set_ or []))
+    is_store = data.startswith("store:")
+    values = {"method": "zero-shot", "source": parse_pairs("--source", source)}
+    settings = build(override({**values, "encoder" if is_store else "data": data}, set_ or []))
     rows: EmbeddedTable | SampleList
-    if settings.data.startswith("store:"):
+    if is_store:
         if near_duplicates:
-            raise SettingsError("near-duplicates are looked for in images; a store has none")
-        rows = open_store(settings.data.removeprefix("store:"), **settings.source)
+            raise SettingsError("--near-duplicates compares images, which a store does not hold; leave it out")
+        rows = open_store(settings.encoder.removeprefix("store:"), **settings.source)
     else:
         dataset = open_data(settings.data, settings.source)
         dataset = smoke_dataset(dataset) if settings.smoke else dataset
         rows = list_samples(dataset)
     first = settings.seeds[0] if seed is None else seed
-    client_partition = make_partition(rows, settings.clients, first, undivided_targets(settings))
-    counts = count_table(client_partition, rows)
+    client_partition, new_clients = divide_samples(settings, rows, first)
+    counts = count_table(client_partition, rows, (*SPLITS, "calibration"))
+    for index, id in enumerate(client_partition.clients):
+        if id in new_clients:  # base-to-new: test samples of the classes nobody trains on
+            counts[index] += np.bincount(rows.labels[new_clients[id].test], minlength=len(rows.classes))
     ids = list(client_partition.clients)
     body = [[id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)]
     typer.echo(render_table(["client", *rows.classes, "all"], body, "text"), nl=False)

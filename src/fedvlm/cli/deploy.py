@@ -1,4 +1,4 @@
-"""Commands that take a federation to several machines."""
+"""Run a federation between machines: server, sites, runs, monitoring and consent."""
 
 import json
 import signal
@@ -33,10 +33,10 @@ def init(
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
     central, *kits = write_kits(folder, names, host, port)
-    typer.echo(f"{central}: stays on the server")
-    typer.echo(f"{central / INVITATION_FILE}: to each site that is to join; it holds no secret")
+    typer.echo(f"{central}: keep this folder on the server")
+    typer.echo(f"{central / INVITATION_FILE}: send this to each site that joins; it contains no secret")
     for path in kits:
-        typer.echo(f"{path}: to its site")
+        typer.echo(f"{path}: send this to its site")
     if kits:
         typer.echo(
             "ready kits are for rehearsals: their private keys were made here and not at the sites "
@@ -63,8 +63,8 @@ def server(folder: Server) -> None:
     kit = read_server(folder)
     with exclusive_lock(folder / ".lock", f"the server of {folder} is already running"):
         link = start_superlink(kit)
-        names = ", ".join(kit.sites) or "sites that are yet to be admitted"
-        typer.echo(f"the server is up at {kit.address} for {names}; stop it with Ctrl-C")
+        names = ", ".join(kit.sites) or "sites that are not admitted yet"
+        typer.echo(f"the server is up at {kit.address} for {names}; press Ctrl-C to stop it")
         for line in describe_server_expiry(kit):
             typer.echo(line)
         tail = EventTail(folder)
@@ -167,7 +167,7 @@ def local(
 
 
 def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
-    """Every run of an experiment, and one table of them all."""
+    """Execute every run of an experiment and print one table."""
     from fedvlm.deploy.server.launch import describe_absences
     from fedvlm.report.tables import compare_table
     from fedvlm.runner.experiment_files import find_experiment, read_toml
@@ -201,7 +201,7 @@ def reference(
 
     with progress() as report:
         count = write_reference(folder, data, encoder, patches, report)
-    typer.echo(f"{count} reference rows are in {folder}")
+    typer.echo(f"wrote {count} reference samples to {folder}")
 
 
 @deploy_app.command(rich_help_panel="Consent and policy", epilog=examples("fedvlm deploy policy north"))
@@ -211,7 +211,7 @@ def policy(folder: Site) -> None:
     from fedvlm.deploy.site.policy import explain_policy, read_policy
 
     rules = read_policy(folder)
-    for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder)), rules)):
+    for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder).history()), rules)):
         typer.echo(line)
 
 
@@ -236,14 +236,14 @@ def consent(
 
     if withdraw:
         withdraw_consent(folder)
-        typer.echo("consent is withdrawn")
+        typer.echo("the consent is withdrawn")
         return
     if refuse:
         refuse_consent(folder, by, refuse)
-        typer.echo(f"{by} has refused; the server is told that a person did, not why")
+        typer.echo(f"{by} refused the request; the server learns this, but not the reason")
         return
     if not by:
-        for line in format_request(pending_request(folder)) or ["no request waits for a person here"]:
+        for line in format_request(pending_request(folder)) or ["no request needs consent"]:
             typer.echo(line)
         return
     until = give_consent(folder, by, method or [], days)
@@ -260,7 +260,7 @@ def backup(
     """Back up a server's or a site's folder to one file."""
     from fedvlm.deploy.kits import write_backup as keep
 
-    typer.echo(f"{keep(folder, file)} files in {file}; it holds keys: keep it as you keep them")
+    typer.echo(f"{keep(folder, file)} files saved to {file}; it contains private keys, so keep it secret")
 
 
 @deploy_app.command(
@@ -283,7 +283,7 @@ def restore(
 
 
 def _stop_gently() -> None:
-    """A kill with SIGTERM ends the children, too."""
+    """Treat SIGTERM like Ctrl-C, so that child processes end as well."""
 
     def interrupt(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -368,7 +368,7 @@ def runs(
 
     kit = read_server(folder)
     if stop:
-        typer.echo(f"stopped: {', '.join(end(kit)) or 'there was none'}")
+        typer.echo(f"stopped: {', '.join(end(kit)) or 'no run was active'}")
     elif resume:
         with progress() as report:
             result = go_on(kit, resume, report, lambda text: typer.echo(text, err=True))
@@ -380,7 +380,7 @@ def runs(
         for run in () if as_json else run_rows:
             typer.echo(f"{run['name']}: {run['method']}, {run['state']}, {run['rounds']} rounds")
         if not run_rows and not as_json:
-            typer.echo("no run yet: fedvlm deploy run DIR/server EXPERIMENT")
+            typer.echo("no runs yet; start one with: fedvlm deploy run DIR/server EXPERIMENT")
 
 
 @deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy watch fed/server --port 8080"))
@@ -417,19 +417,19 @@ def ledger(
         rows = [[*(str(line.get(key, ""))[:23] for key in names), _describe_line(line)] for line in history.lines]
         typer.echo(render_table([*names, "what"], rows, "text", True), nl=False)
     for number in history.torn:
-        typer.echo(f"line {number} was cut short by a crash; nothing was sent for it", err=True)
+        typer.echo(f"line {number} was cut off by a crash; nothing was sent for it", err=True)
     wrong = [*history.broken]
     if head and not history.contains(head):
-        wrong.append(f"the head {head} is not in the ledger: its end was cut off or rewritten")
+        wrong.append(f"the head {head} is not in the ledger; its end was removed or rewritten")
     for problem in wrong:
         typer.echo(problem, err=True)
     if wrong:
         sys.exit(1)
-    typer.echo(f"{len(history.lines)} lines, each follows the one before; head {history.head}", err=True)
+    typer.echo(f"{len(history.lines)} lines, the hash chain is intact; head {history.head}", err=True)
 
 
 def _describe_line(line: dict[str, Any]) -> str:
-    """Why nothing left, or what did: each name with its type and shape."""
+    """Return the tensors that left, with type and shape, or the reason why none did."""
     if "error" in line:
         return str(line["error"]).splitlines()[0]
     if "strangers" in line:

@@ -1,4 +1,4 @@
-"""Commands by which sites join a federation, renew their keys and leave it."""
+"""Enrol sites: requests, admission, renewal, revocation and withdrawal."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,8 +28,8 @@ def join_request(
 
 
 def _tell_request(request: Any) -> None:
-    typer.echo(f"send {request.path} to the server; the key stays here")
-    typer.echo(f"fingerprint, for the server's people to hear: {request.fingerprint}")
+    typer.echo(f"send {request.path} to the server; the private key stays at this site")
+    typer.echo(f"fingerprint to read out to the server's operator: {request.fingerprint}")
 
 
 @deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy admit fed/server request.json"))
@@ -47,12 +47,12 @@ def admit(
     kit = read_server(folder)
     site_request = read_request(kit, request)
     typer.echo(f"{site_request.remark}\nfingerprint: {site_request.fingerprint}")
-    if not yes and not typer.confirm("Call the site: do its people read the same?"):
+    if not yes and not typer.confirm("Call the site. Do they read out the same fingerprint?"):
         raise FederationError(
             f"{site_request.site} is not admitted; if the fingerprints differ, somebody has changed the "
             "invitation or the request on its way: send both again by another way"
         )
-    typer.echo(f"{site_request.site} is admitted; send it {sign(kit, site_request)}, which holds no secret")
+    typer.echo(f"{site_request.site} is admitted; send it {sign(kit, site_request)}, which contains no secret")
 
 
 @deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy accept north north.json"))
@@ -81,7 +81,7 @@ def renew(folder: Folder) -> None:
 
     if (folder / "server.toml").exists():
         days = renew_server_certificate(read_server(folder))
-        typer.echo(f"the server's certificate lasts {days} more days, from its next start on")
+        typer.echo(f"the server's certificate is valid for {days} more days after the next start")
     else:
         _tell_request(ask(folder))
 
@@ -93,7 +93,7 @@ def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Name of the
     from fedvlm.deploy.kits import read_server
 
     end(read_server(folder), site)
-    typer.echo(f"{site} is out from its next message on; its key does not come back")
+    typer.echo(f"{site} is revoked from its next message on; a revoked key cannot be used again")
 
 
 @deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy keys fed/server"))
@@ -128,7 +128,7 @@ def withdraw(
         from fedvlm.deploy.withdrawal import withdraw as leave
 
         path = leave(folder, by)
-        typer.echo(f"this site answers no more; send {path} to the server, which takes it out")
+        typer.echo(f"this site no longer answers requests; send {path} to the server to remove it there")
         return
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.withdrawal import apply_withdrawal
@@ -136,7 +136,7 @@ def withdraw(
     site, messages = apply_withdrawal(read_server(folder), file, record or [])
     for message in messages:
         typer.echo(str(message))
-    typer.echo(f"{site} is out of all later rounds; it comes back by a new key only")
+    typer.echo(f"{site} takes part in no later round; it can only come back with a new key")
 
 
 @deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy join fed/server runs/tofa west"))
@@ -156,5 +156,7 @@ def join(
     scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
     for name, score in scores.items():
         rows = score["test_rows"]
-        accuracy_text = f": {format_percent(score['test_hits'] / rows)} of its {rows} test rows" if rows else ""
-        typer.echo(f"{site} has its classifier of {name}{accuracy_text}")
+        accuracy_text = (
+            f": {format_percent(score['test_hits'] / rows)} accuracy on its {rows} test samples" if rows else ""
+        )
+        typer.echo(f"{site} has its classifier from {name}{accuracy_text}")

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line per tenth elsewhere, nothing for short runs."""
+"""Show progress: a bar on a terminal, a line per 10 % elsewhere, nothing for short tasks."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -9,19 +9,19 @@ from typing import Any
 
 from fedvlm.cli.options import is_quiet
 
-QUIET_SECONDS = 4.0  # seconds that nobody needs to be told of
+QUIET_SECONDS = 4.0  # seconds without any progress display
 TENTHS = 10
 UNITS = {"embedding": "images", "predicting": "images", "comparing": "images"}
 
 
 class ProgressDisplay(ABC):
-    """Called with what is going on, how much is done and of how much."""
+    """Show a task's progress when called with its name, the number done and the total."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.clock = clock
         self.starts: dict[str, tuple[float, int]] = {}
         self.last: dict[str, int] = {}
-        self.status: dict[str, str] = {}  # by the training that was heard last, of each method
+        self.status: dict[str, str] = {}  # of each method, by its latest training
 
     def __call__(self, task: str, done: int, total: int) -> None:
         now = self.clock()
@@ -35,13 +35,13 @@ class ProgressDisplay(ABC):
             self.show(task, done, total, now - started, done - first)
 
     def update_status(self, task: str, line: Mapping[str, Any]) -> None:
-        """A line of a method's record: its training, its round, and its accuracy before it."""
+        """Note training, round and validation accuracy from a line of a method's record."""
         accuracy = line.get("validation")
-        so_far = "" if accuracy is None else f", {100 * accuracy:.1f} % of validation rows"
+        so_far = "" if accuracy is None else f", {100 * accuracy:.1f} % validation accuracy"
         self.status[task] = f"training {line['training']}, round {line['round'] + 1}{so_far}"
 
     def start_task(self, task: str) -> None:  # noqa: B027 - a bar need not know
-        """Something begins."""
+        """Prepare for a new task."""
 
     def title(self, task: str) -> str:
         return task if task not in self.status else f"{task}: {self.status[task]}"
@@ -55,11 +55,11 @@ def rate(task: str, n_new: int, elapsed: float) -> str:
 
 
 class ProgressLines(ProgressDisplay):
-    """For a file or a pipe."""
+    """Print lines, for a file or a pipe."""
 
     def __init__(self, write_line: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
-        self.say = write_line
+        self.write_line = write_line
         self.tenths: dict[str, int] = {}
 
     def start_task(self, task: str) -> None:
@@ -71,7 +71,7 @@ class ProgressLines(ProgressDisplay):
             return
         self.tenths[task] = tenth
         remaining = elapsed / n_new * (total - done)
-        self.say(
+        self.write_line(
             f"{self.title(task)}: {done} of {total}, {clock_time(elapsed)} elapsed, "
             f"{clock_time(remaining)} left, {rate(task, n_new, elapsed)}"
         )
@@ -84,7 +84,7 @@ def clock_time(seconds: float) -> str:
 
 
 class ProgressBars(ProgressDisplay):
-    """For a terminal."""
+    """Draw bars, for a terminal."""
 
     def __init__(self, bar: Any, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
@@ -107,7 +107,7 @@ class ProgressBars(ProgressDisplay):
 
 @contextmanager
 def progress() -> Iterator[ProgressDisplay]:
-    """What a long run reports to; `hear` takes the lines of its record besides."""
+    """Yield the display that suits stderr and --quiet."""
     if is_quiet():
         yield ProgressLines(lambda text: None)
         return

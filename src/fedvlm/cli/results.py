@@ -1,4 +1,4 @@
-"""Commands that show what came out of runs, and what there is to run."""
+"""Compare, report, plot, explain, audit and verify runs; list what can be run."""
 
 import json
 import sys
@@ -23,11 +23,10 @@ def report(
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
 ) -> None:
     """Write one offline HTML page about one or more runs."""
-    from fedvlm.record import Record
     from fedvlm.report.page.render import write_page
-    from fedvlm.report.runs import runs_in
+    from fedvlm.report.runs import read_compared_runs
 
-    results = [Record(folder) for path in runs for folder in runs_in(path) or [path]]
+    results = [result for path in runs for result in read_compared_runs(path)]
     only = runs[0] if len(runs) == 1 else runs[0].parent
     typer.echo(f"report: {write_page(results, out or only / 'report.html', title)}")
 
@@ -113,7 +112,7 @@ def list_(
 
 
 def _narrow(body: list[list[str]]) -> list[list[str]]:
-    """Two columns that fit a screen; a text goes on in a row below its name's."""
+    """Wrap the second column, so that both fit on a screen."""
     first = max(len("method"), *(len(row[0]) for row in body))
     return [
         [name if i == 0 else "", line]
@@ -166,7 +165,7 @@ def explain(
     """Draw which parts of an image a run's prompts attend to."""
     from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
-    from fedvlm.report.explain import draw_explanation, draw_prompt_map
+    from fedvlm.report.plots import draw_explanation, draw_prompt_map
 
     if (image is None) == (not prompts):
         raise SettingsError("explain draws one thing: give --image FILE, or --prompts")
@@ -177,8 +176,8 @@ def explain(
     assert image is not None
     explained = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
     typer.echo(
-        f"client {explained.client} gives {explained.name} {explained.probability:.1%}, "
-        f"its answer is {explained.likeliest}"
+        f"client {explained.client}: probability of {explained.name} is {explained.probability:.1%}, "
+        f"predicted class is {explained.likeliest}"
     )
     typer.echo(f"image: {draw_explanation(explained, out or run / f'explain-{image.stem}.png')}")
 
@@ -208,10 +207,10 @@ def plot(
 ) -> None:
     """Plot one run, or several in one figure."""
     from fedvlm.errors import SettingsError
-    from fedvlm.record import Record
     from fedvlm.report.plots import draw_diagrams, draw_runs
+    from fedvlm.report.runs import read_runs
 
-    results = [Record(path) for path in runs]
+    results = [result for path in runs for result in read_runs(path)]
     if not kind:
         if len(results) != 1:
             raise SettingsError("several runs are drawn as one --kind, as rounds or bars")
@@ -227,7 +226,7 @@ def plot(
             training=training,
             seed=seed,
             image=image,
-            name=name,
+            class_name=name,
             client=client,
         )
     typer.echo(f"image: {path}")

@@ -1,8 +1,9 @@
-"""The commands that run methods and print their table."""
+"""Commands that run methods, experiments and the items of papers, and print their tables."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,21 @@ Sweep = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid."),
 ]
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Options of a run's command that are not settings of the run."""
+
+    file: str | None
+    out: Path | None
+    again: bool
+    track: Sequence[str]
+    no_baselines: bool
+    no_report: bool
+    form: str
+    on: str
+    key: str  # by which the result of the same command is found again
 
 
 def demo(
@@ -81,79 +97,68 @@ def run(
     from fedvlm.errors import SettingsError, unknown_name
     from fedvlm.report.experiment import key_of, load_experiment
     from fedvlm.report.tables import TABLE_FORMS
-    from fedvlm.runner.experiment_files import find_experiment
+    from fedvlm.runner.experiment_files import find_experiment, read_toml
 
     if not (file or method or data or encoder):
         raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
-    place = find_experiment(file) if file else None
-    set_ = [*(set_ or []), *(f"source.{pair}" for pair in source or [])]
+    if on:
+        from fedvlm.runner.cluster import parse_address
+
+        parse_address(on)
+    path = find_experiment(file) if file else None
+    assignments = [*(set_ or []), *(f"source.{pair}" for pair in source or [])]
     overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None, "seeds": seed or None}
-    overrides |= {
-        "attack": attack,
-        "attacker_fraction": attacker_fraction,
-        "attack_strength": attack_strength,
-    }
+    overrides |= {"attack": attack, "attacker_fraction": attacker_fraction, "attack_strength": attack_strength}
     overrides |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
-    request = {**overrides, "file": file, "method": method, "no_baselines": no_baselines}
-    key = key_of(place, {**request, "set": set_, "sweep": sweep, "tune": tune, "out": str(out)})
+    request = {**overrides, "file": file, "method": method, "no_baselines": no_baselines, "out": str(out)}
+    key = key_of(path, {**request, "set": assignments, "sweep": sweep})
+    command = _Command(file, out, again, track or [], no_baselines, no_report, form, on, key)
     home = out or Path("runs") / (Path(file).stem if file else _data_name(data, encoder))
-    earlier_output = None if again or track else load_experiment(home, key)
-    if earlier_output is None or not (no_report or (home / "report.html").exists()):
-        from fedvlm.runner.experiment_files import read_toml
-
-        values: dict[str, Any] = read_toml(place) if place else {"method": "auto"}
-        if method:
-            values.pop("methods", None)
-            overrides["method"] = method
-        values |= {name: value for name, value in overrides.items() if value is not None}
-        typed = (set_ or [], sweep or [], file is None and tune is None)
-        options = (file, out, again, track or [], no_baselines, no_report, form, key, on)
-        _run_and_show(values, typed, *options)
+    earlier = None if again or track else load_experiment(home, key)
+    if earlier is not None and (no_report or (home / "report.html").exists()):  # without importing torch
+        for record in earlier.records[earlier.n_baselines :]:
+            typer.echo(f"already finished, read from {record.folder}; --force re-runs it", err=True)
+        _show(home, earlier, form, None if no_report else home / "report.html")
         return
-    for record in earlier_output.records[earlier_output.n_baselines :]:
-        typer.echo(f"already finished, read from {record.folder}; --force re-runs it", err=True)
-    _show(home, earlier_output, form, None if no_report else home / "report.html")
+    values: dict[str, Any] = read_toml(path) if path else {"method": "auto"}
+    if method:
+        values.pop("methods", None)
+        overrides["method"] = method
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    _run_and_show(values, assignments, sweep or [], command)
 
 
-def _run_and_show(
-    values: dict[str, Any],
-    typed: tuple[list[str], list[str], bool],  # assignments, sweep, whether a rate is tuned
-    file: str | None,
-    out: Path | None,
-    again: bool,
-    track: Sequence[str],
-    no_baselines: bool,
-    no_report: bool,
-    form: str,
-    key: str,
-    on: str,
-) -> None:
-    """What was not shown before: runs it, shows it and remembers that."""
-    from fedvlm.report.experiment import FinishedExperiment, store_experiment, write_folder
+def _run_and_show(values: dict[str, Any], assignments: Sequence[str], sweep: Sequence[str], command: _Command) -> None:
+    """Execute the runs, show their table, and store it for the same command."""
+    from fedvlm.report.experiment import FinishedExperiment, store_experiment, with_earlier_runs, write_folder
     from fedvlm.report.page.model import build_model
     from fedvlm.report.page.render import write_model
     from fedvlm.runner.experiments import wants_baselines
 
-    written, settings, over = _settings(values, *typed)
-    # Bars are of one federation: a sweep over anything but a method's settings has several.
-    one_world = all(key.startswith("method.") for key in over)
-    with_baselines = wants_baselines(values) and not no_baselines and one_world
-    home = out or Path("runs") / _name(file, settings[0])
-    results, failed, baselines = _execute_all(settings, over, home, out, with_baselines, again, track, on)
+    written, settings, swept = _settings(values, assignments, sweep)
+    # Baselines belong to one federation: a sweep over other than a method's settings has several.
+    one_federation = all(key.startswith("method.") for key in swept)
+    with_baselines = wants_baselines(values) and not command.no_baselines and one_federation
+    first = settings[0]
+    name = Path(command.file).stem if command.file else _data_name(first.data, first.encoder)
+    home = command.out or Path("runs") / name
+    results, failed, baselines = _execute(settings, swept, home, with_baselines, command)
     runs = [*baselines, *results]
-    words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
-    words |= {"extra_columns": over, "chance": with_baselines}
-    write_folder(home, {**written, **({"baselines": False} if no_baselines else {})}, runs, **words)
+    options = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
+    options |= {"extra_columns": swept, "chance": with_baselines}
+    shown = with_earlier_runs(home, runs)
+    write_folder(home, {**written, **({"baselines": False} if command.no_baselines else {})}, shown, **options)
     title = values.get("title") or ""
-    command = f"fedvlm run {shlex.quote(file)}" if file else ""
-    model = build_model(runs, title, values.get("paper"), command)
-    sentences = model["sentences"] if len(runs) > 1 and one_world else []
-    output = FinishedExperiment([str(record.folder) for record in runs], len(baselines), words, title, sentences)
+    reproduced_by = f"fedvlm run {shlex.quote(command.file)}" if command.file else ""
+    model = build_model(shown, title, values.get("paper"), reproduced_by)
+    compared = model if len(shown) == len(runs) else build_model(runs)
+    sentences = compared["sentences"] if len(runs) > 1 and one_federation else []
+    output = FinishedExperiment([str(record.folder) for record in runs], len(baselines), options, title, sentences)
     if not failed:
-        store_experiment(home, key, output)
-    _show(home, output, form, None if no_report else write_model(model, home / "report.html"))
+        store_experiment(home, command.key, output)
+    _show(home, output, command.form, None if command.no_report else write_model(model, home / "report.html"))
     fail(failed)
 
 
@@ -161,7 +166,7 @@ def _show(home: Path, output: "FinishedExperiment", form: str, page: Path | None
     from fedvlm.report.tables import compare_table
 
     def echo(text: str) -> None:
-        typer.echo(text, err=form != "text")  # then the table is all there is on stdout
+        typer.echo(text, err=form != "text")  # stdout then holds the table only
 
     if output.title:
         echo(f"\n{output.title}\n")
@@ -177,7 +182,7 @@ def _show(home: Path, output: "FinishedExperiment", form: str, page: Path | None
 
 
 def fail(failed: Sequence[str]) -> None:
-    """Names what failed while others were finished, and ends with 1 if anything did."""
+    """Print the failures of some runs and exit with code 1, if there are any."""
     for failure in failed:
         typer.echo(f"fedvlm: {failure}", err=True)
     if failed:
@@ -185,9 +190,9 @@ def fail(failed: Sequence[str]) -> None:
 
 
 def _settings(
-    values: Mapping[str, Any], assignments: list[str], sweep: Sequence[str], tunes: bool
+    values: Mapping[str, Any], assignments: Sequence[str], sweep: Sequence[str]
 ) -> "tuple[dict[str, Any], list[Settings], list[str]]":
-    """What is asked, as it would be written in a file; each run; what is swept over."""
+    """Return the request as the values of a file, the settings of each run, and the swept settings."""
     from fedvlm.runner.experiments import (
         base_runs,
         build_all,
@@ -197,26 +202,14 @@ def _settings(
         swept_grid,
         to_file_values,
     )
-    from fedvlm.runner.tune import with_default_tuning
 
     typed = read_sweep(sweep)
     values = {**values, "sweep": read_grid(values.get("sweep", {})) | typed}
-    assigned_keys = {text: text.partition("=")[0].strip() for text in assignments}
-    fixed = [text for text, key in assigned_keys.items() if key not in typed]
-    over = swept_grid(values, fixed)
+    fixed = [text for text in assignments if text.partition("=")[0].strip() not in typed]
+    grid = swept_grid(values, fixed)
     rows = base_runs(values, fixed)
-    settings = build_all(expand(rows, over), list(over))
-    if tunes and "tune" not in over:
-        tuned = [with_default_tuning(run_settings, [*assigned_keys.values(), *over]) for run_settings in settings]
-        if all(run_settings.tune for run_settings in tuned):  # points of a sweep are alike: all race, or none
-            settings = tuned
-            rows = [{**run_settings, "tune": list(tuned[0].tune)} for run_settings in rows]
-    return to_file_values({**values, "sweep": over}, rows), settings, list(over)
-
-
-def _name(file: str | None, first: "Settings") -> str:
-    """An experiment is called as its file, or else as its data."""
-    return Path(file).stem if file else _data_name(first.data, first.encoder)
+    settings = build_all(expand(rows, grid), list(grid))
+    return to_file_values({**values, "sweep": grid}, rows), settings, list(grid)
 
 
 def _data_name(data: str | None, encoder: str | None) -> str:
@@ -225,68 +218,51 @@ def _data_name(data: str | None, encoder: str | None) -> str:
     return data_name(data or "", encoder or "")
 
 
-def _run_folders(settings: "Sequence[Settings]", home: Path, out: Path | None, sweeps: bool) -> list[Path]:
-    """The folder of each run: by its settings, or in a folder that was named by its number.
-
-    A grid may grow, so that the number of a point says nothing.
-    """
-    from fedvlm.runner.run import default_name
-
-    if out is None or sweeps:
-        return [home / default_name(run_settings, None) for run_settings in settings]
-    if len(settings) == 1:
-        return [out]
-    return [out / f"{number}-{run_settings.method.name}" for number, run_settings in enumerate(settings)]
-
-
-def _execute_all(
-    settings: "Sequence[Settings]",
-    over: Sequence[str],
-    home: Path,
-    out: Path | None,
-    with_baselines: bool,
-    again: bool,
-    track: Sequence[str],
-    on: str,
+def _execute(
+    settings: "Sequence[Settings]", swept: Sequence[str], home: Path, with_baselines: bool, command: _Command
 ) -> "tuple[list[Record], list[str], list[Record]]":
-    """The runs, what hindered others, and the bars that stand beside them."""
-    from fedvlm.runner.experiments import missing_baselines, run_all
+    """Execute runs and then their baselines; return the records, the failures and the baselines' records."""
+    from fedvlm.report.runs import BASELINES_FOLDER
+    from fedvlm.runner.experiments import missing_baselines, split_outcomes
     from fedvlm.runner.run import default_name, execute_all
     from fedvlm.runner.trackers import Trackers
 
-    def log(message: str) -> None:
-        typer.echo(message, err=True)
-
-    places = _run_folders(settings, home, out, bool(over))
-    names = {place.name: run_settings.method.name for run_settings, place in zip(settings, places, strict=True)}
-    baseline_requests: list[tuple[Settings, Path]] = []
-    trackers = Trackers(track)
+    out = command.out
+    if out is None or swept:  # a grid may grow, so the number of a point is no name for it
+        folders = [home / default_name(run_settings, None) for run_settings in settings]
+    elif len(settings) == 1:
+        folders = [out]
+    else:
+        folders = [out / f"{number}-{run_settings.method.name}" for number, run_settings in enumerate(settings)]
+    names = {folder.name: run_settings.method.name for run_settings, folder in zip(settings, folders, strict=True)}
+    trackers = Trackers(command.track)
     with progress() as report, closing(trackers):
 
-        def listen(run: str, line: Mapping[str, Any]) -> None:
+        def on_line(run: str, line: Mapping[str, Any]) -> None:
             report.update_status(names[run], line)
             trackers(run, line)
 
-        def go(all: "Sequence[Settings]", keep_going: bool) -> "Sequence[Record | Exception]":
-            requests = list(zip(all, places, strict=True))
-            return execute_all(requests, again, None, report, listen, log, keep_going, on)
-
-        results, failed = run_all(settings, over, go)
-        for run_settings in missing_baselines(settings, results[0]) if with_baselines else ():
-            place = out / "bars" / run_settings.method.name if out else home / default_name(run_settings, None)
-            baseline_requests.append((run_settings, place))
-        baselines = run_all(
-            [run_settings for run_settings, _ in baseline_requests],
-            (),
-            lambda all, enduring: execute_all(baseline_requests, again, progress=report, on=on),
-        )[0]
+        options: dict[str, Any] = {"again": command.again, "progress": report, "cluster": command.on}
+        requests = list(zip(settings, folders, strict=True))
+        outcomes = execute_all(requests, **options, on_line=on_line, log=_log, keep_going=bool(swept))
+        results, failed = split_outcomes(settings, outcomes, swept)
+        missing = missing_baselines(settings, results[0]) if with_baselines else []
+        requests = [
+            (baseline, out / BASELINES_FOLDER / baseline.method.name if out else home / default_name(baseline, None))
+            for baseline in missing
+        ]
+        baselines, _ = split_outcomes(missing, execute_all(requests, **options))
     for message in trackers.notes:
-        log(message)
+        _log(message)
     return results, failed, baselines
 
 
+def _log(message: str) -> None:
+    typer.echo(message, err=True)
+
+
 def _next_steps(home: Path, records: "Sequence[Record]") -> str:
-    """Three commands that are of use after a run, as they would be typed."""
+    """Return three commands to continue with after a run."""
     folders = [shlex.quote(str(record.folder)) for record in records]
     several = [record for record in records if record.folder == home] == []
     folder, run = shlex.quote(str(home)) if several else " ".join(folders), folders[-1]
@@ -313,7 +289,7 @@ def reproduce(
 ) -> None:
     """Run a paper's table and compare it with the published one."""
     from fedvlm.report.papers import settings_of_item
-    from fedvlm.runner.experiments import run_all
+    from fedvlm.runner.experiments import split_outcomes
     from fedvlm.runner.forecast import describe_requirements
     from fedvlm.runner.run import default_name, execute_all
 
@@ -321,32 +297,27 @@ def reproduce(
     overrides = {key: value for key, value in overrides.items() if value is not None}
     named, settings = settings_of_item(item, overrides, set_ or [])
 
-    def log(message: str) -> None:
-        typer.echo(message, err=True)
-
-    log(f"{item} by {', '.join(named)}")
+    _log(f"{item} by {', '.join(named)}")
     for line in describe_requirements(settings):
-        log(line)
+        _log(line)
+
+    def folder_of(run_settings: "Settings") -> Path:
+        name = default_name(run_settings, None)
+        candidates = (Path("runs") / experiment / name for experiment in named)
+        existing = next((path for path in candidates if path.exists()), None)  # of `fedvlm run`
+        return out / name if out else existing or Path("runs") / name
+
     with progress() as report:
-
-        def place(run_settings: "Settings") -> Path:
-            name = default_name(run_settings, None)
-            candidates = (Path("runs") / experiment / name for experiment in named)
-            existing = next((path for path in candidates if path.exists()), None)  # by `fedvlm run`
-            return out / name if out else existing or Path("runs") / name
-
-        def go(all: "Sequence[Settings]", keep_going: bool) -> "Sequence[Record | Exception]":
-            requests = [(run_settings, place(run_settings)) for run_settings in all]
-            return execute_all(requests, again, None, report, None, log, keep_going)
-
-        results, failed = run_all(settings, (), go, keep_going=True)
+        requests = [(run_settings, folder_of(run_settings)) for run_settings in settings]
+        outcomes = execute_all(requests, again=again, progress=report, log=_log, keep_going=True)
+    results, failed = split_outcomes(settings, outcomes, keep_going=True)
     typer.echo(table_of(item, results, form), nl=False)
-    log("records: " + ", ".join(str(record.folder) for record in results))
+    _log("records: " + ", ".join(str(record.folder) for record in results))
     fail(failed)
 
 
 def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
-    """The paper's table; of an item in which nothing is printed, ours with what it shows."""
+    """Return the paper's table with our numbers, or only ours if the paper prints none."""
     from fedvlm.report import tables
     from fedvlm.report.columns import COLUMNS
     from fedvlm.report.paper_tables import paper_table

@@ -1,6 +1,7 @@
 """The catalogue of data sets: one entry says where to get a data set, how it is laid out and what must be in it."""
 
 import json
+import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from fedvlm.data.table import Dataset, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.plugins import load_outside
 
+FOLDER = Path(__file__).parent
 PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
 PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop
 
@@ -72,16 +74,30 @@ def add(entry: Entry) -> Entry:
 
 
 def catalogue() -> dict[str, Entry]:
-    """Return all entries by name: those of the papers, and those of outside packages."""
+    """Return all entries by name: those of catalogue.toml, and those of outside packages."""
+    _read_catalogue()
     load_outside(GROUP)
     return dict(sorted(_ENTRIES.items()))
 
 
 @cache
+def _read_catalogue() -> None:
+    for name, fields in tomllib.loads((FOLDER / "catalogue.toml").read_text(encoding="utf-8")).items():
+        templates = fields.get("templates", "picture")
+        fields["templates"] = (
+            {"picture": PICTURE, "photo": PHOTO}[templates] if isinstance(templates, str) else templates
+        )
+        fields["classes"] = class_names(fields.get("classes", name))
+        if "place" in fields:
+            fields["place"] = str(FOLDER / fields["place"])
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        add(Entry(name, **arguments))
+
+
+@cache
 def class_names(name: str) -> tuple[str, ...]:
-    """Read a long list of class names, in the order of the labels."""
-    lists = json.loads((Path(__file__).parent / "classes.json").read_text(encoding="utf-8"))
-    return tuple(lists[name])
+    """Read a list of class names of classes.json, in the order of the labels."""
+    return tuple(json.loads((FOLDER / "classes.json").read_text(encoding="utf-8"))[name])
 
 
 def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True) -> Dataset:
@@ -182,260 +198,3 @@ def _check_counts(entry: Entry, place: str, counts: Counter[str]) -> None:
             f"{place} has another number of images than {entry.name}: {'; '.join(problems)}; "
             f"get it again from {entry.home}, or open it with check = false"
         )
-
-
-# The data sets of FedOT, FAA-CLIP, FedOTP and TOFA, and the shipped demo.
-LODO = "FedOT: a client per domain, 60/20/20, each domain held out in turn and scored on its 20 %"
-PATHOLOGICAL_16_SHOT = "FedOTP, TOFA: pathological, 10 clients without a common class, 16 shots"
-DIRICHLET_100_CLIENTS = "FedOTP, TOFA: Dirichlet over 100 clients, alpha 0.3, 10 % of them per round"
-COOP = "the page of the data set, with the split file from the data instructions of CoOp"
-DOMAINNET = {
-    "clipart": 48129,
-    "infograph": 51605,
-    "painting": 72266,
-    "quickdraw": 172500,
-    "real": 172947,
-    "sketch": 69128,
-}
-
-ENTRIES = (
-    Entry(
-        "demo",
-        "the package: install it again",
-        place=str(Path(__file__).parent / "demo" / "emoji.zip"),
-        classes=class_names("demo"),
-        domains=dict.fromkeys(("fluent-flat", "high-contrast", "noto", "twemoji"), 424),
-        protocol="a client per drawing style",
-        comment="emoji of several vendors' styles as domains",
-    ),
-    Entry(
-        "pacs",
-        "the project page of the PACS domain generalisation benchmark, or the Hub",
-        classes=class_names("pacs"),
-        domains={"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929},
-        hub="flwrlabs/pacs",
-        aliases={"art": "art_painting"},
-        protocol=LODO,
-    ),
-    Entry(
-        "office-home",
-        "the project page of Office-Home (Hemanth Venkateswara), or the Hub",
-        classes=class_names("office-home"),
-        domains={"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357},
-        hub="flwrlabs/office-home",
-        protocol=f"{LODO}; FAA-CLIP's Multi-OF: domain-dirichlet, 5 clients each of Art, Clipart "
-        "and Product, Real World as target",
-    ),
-    Entry(
-        "vlcs",
-        "the download script of DomainBed",
-        classes=class_names("vlcs"),
-        domains={"Caltech101": 1415, "LabelMe": 2656, "SUN09": 3282, "VOC2007": 3376},
-        aliases={"caltech": "Caltech101", "sun": "SUN09", "pascal": "VOC2007", "voc": "VOC2007"},
-        protocol=LODO,
-    ),
-    Entry(
-        "terra-incognita",
-        "the download script of DomainBed, from the Caltech Camera Traps",
-        classes=class_names("terra-incognita"),
-        domains={f"location_{number}": 0 for number in (38, 43, 46, 100)},
-        protocol=LODO,
-        comment="copies differ in their rows (24,330 and 24,788 are both quoted), so they are not counted",
-    ),
-    Entry(
-        "femnist",
-        "LEAF (its preprocessing of FEMNIST), or the Hub",
-        layout="leaf",
-        classes=class_names("femnist"),
-        subset=True,
-        templates=("a picture of the number: {}",),
-        hub="flwrlabs/femnist",
-        columns={"label": "character", "client": "writer_id"},
-        protocol="FedOT: digits only, four clients, 60/20/20; cross-device with 1 to 75 clients",
-        comment="writers are clients; how FedOT made its four clients of about 1,000 digits out of "
-        "writers is not said. leaf:DIR opens all 62 characters",
-    ),
-    Entry(
-        "office-31",
-        "the domain adaptation page of the Office data set (Saenko and others)",
-        layout="domain/*/class|domain/class",
-        classes=class_names("office-31"),
-        domains={"amazon": 2817, "dslr": 498, "webcam": 795},
-        protocol="see modern-office-31",
-        comment="the original archive has a folder images between domain and class",
-    ),
-    Entry(
-        "modern-office-31",
-        "the repository of ModernOffice31 (Ringwald and Stiefelhagen, Adaptiope)",
-        classes=class_names("office-31"),
-        domains={"amazon": 2817, "dslr": 498, "synthetic": 3100, "webcam": 795},
-        protocol="FAA-CLIP: a client per domain, 80/20, one domain as target",
-    ),
-    Entry(
-        "office-caltech-10",
-        "the data links of FedBN, or the page of Office-Caltech (Gong and others)",
-        classes=class_names("office-caltech-10"),
-        domains={"amazon": 958, "caltech": 1123, "dslr": 157, "webcam": 295},
-        aliases={"backpack": "back_pack", "laptop": "laptop_computer"},
-        templates=PHOTO,
-        protocol="FedOTP, TOFA: a client per domain; with label shift, domain-dirichlet, 3 clients each, alpha 0.1",
-        comment="the .pkl split lists of FedBN are not read; the papers' code scrambles the names",
-    ),
-    Entry(
-        "domainnet",
-        "the page of DomainNet at Boston University (cleaned version), or the Hub",
-        classes=class_names("domainnet"),
-        domains=DOMAINNET,
-        templates=PHOTO,
-        hub="wltjr1007/DomainNet",
-        protocol="see domainnet-10",
-        comment="classes sorted as folders are, capitals first",
-    ),
-    Entry(
-        "domainnet-10",
-        "the page of DomainNet at Boston University (cleaned version), or the Hub",
-        classes=class_names("domainnet-10"),
-        domains=dict.fromkeys(DOMAINNET, 0),
-        subset=True,
-        templates=PHOTO,
-        hub="wltjr1007/DomainNet",
-        protocol="FedOTP, TOFA: a client per domain; with label shift, domain-dirichlet, 5 clients each, alpha 0.1",
-        comment="ten of the 345 classes; the papers' fixed row lists (.pkl) are not read",
-    ),
-    Entry(
-        "cifar10",
-        "the CIFAR page of the University of Toronto, or the Hub",
-        layout="split/class",
-        classes=class_names("cifar10"),
-        rows=60000,
-        templates=PHOTO,
-        hub="uoft-cs/cifar10",
-        columns={"image": "img", "label": "label"},
-        protocol=DIRICHLET_100_CLIENTS,
-    ),
-    Entry(
-        "cifar100",
-        "the CIFAR page of the University of Toronto, or the Hub",
-        layout="split/class",
-        classes=class_names("cifar100"),
-        rows=60000,
-        templates=PHOTO,
-        hub="uoft-cs/cifar100",
-        columns={"image": "img", "label": "fine_label"},
-        aliases={"cra": "crab"},  # as the Hub's copy spells it
-        protocol=f"{DIRICHLET_100_CLIENTS}; FedOTP's own split is a Dirichlet of two levels, coarse and fine",
-    ),
-    Entry(
-        "food101",
-        COOP,
-        layout="class",
-        classes=class_names("food101"),
-        rows=101000,
-        templates=PHOTO,
-        hub="ethz/food101",
-        split_file="split_zhou_Food101.json",
-        protocol=PATHOLOGICAL_16_SHOT,
-        comment="the Hub's copy calls the test half of the data validation",
-    ),
-    Entry(
-        "dtd",
-        COOP,
-        layout="class",
-        classes=class_names("dtd"),
-        rows=5640,
-        templates=PHOTO,
-        hub="koorye/Describable-Textures-Dataset",
-        split_file="split_zhou_DescribableTextures.json",
-        protocol=PATHOLOGICAL_16_SHOT,
-    ),
-    Entry(
-        "caltech101",
-        COOP,
-        layout="class",
-        classes=class_names("caltech101"),
-        rows=8242,
-        templates=PHOTO,
-        hub="koorye/Caltech-101",
-        split_file="split_zhou_Caltech101.json",
-        aliases={
-            "airplanes": "airplane",
-            "Faces": "face",
-            "Leopards": "leopard",
-            "Motorbikes": "motorbike",
-        },
-        without=("BACKGROUND_Google", "Faces_easy"),
-        protocol=PATHOLOGICAL_16_SHOT,
-        comment="100 classes: CoOp drops BACKGROUND_Google and Faces_easy and renames four",
-    ),
-    Entry(
-        "flowers102",
-        COOP,
-        layout="class",
-        classes=class_names("flowers102"),
-        rows=8189,
-        templates=PHOTO,
-        hub="koorye/Oxford-Flowers",
-        split_file="split_zhou_OxfordFlowers.json",
-        aliases={"barberton daisy": "barbeton daisy"},
-        protocol=PATHOLOGICAL_16_SHOT,
-        comment="the original images are in one folder, so the split file is needed",
-    ),
-    Entry(
-        "oxford-pets",
-        COOP,
-        layout="class",
-        classes=class_names("oxford-pets"),
-        rows=7349,
-        templates=PHOTO,
-        hub="koorye/Oxford-Pets",
-        split_file="split_zhou_OxfordPets.json",
-        protocol=PATHOLOGICAL_16_SHOT,
-        comment="the original images are in one folder, so the split file is needed",
-    ),
-    Entry(
-        "brain-tumour",
-        "Kaggle (Brain Tumor Classification, MRI; Bhuvaji), or the Hub",
-        layout="split/class",
-        classes=class_names("brain-tumour"),
-        rows=3264,
-        hub="sartajbhuvaji/Brain-Tumor-Classification",
-        protocol="FAA-CLIP: the training half over three clients at random, 80/10/10, the testing half as target",
-        comment="64 images are in both halves; dividing the data drops them from the later part",
-    ),
-    Entry(
-        "skin-cancer",
-        "Kaggle (nine classes of skin cancer), HAM10000 and ISIC 2019, a folder each, or the Hub",
-        layout="domain/class",
-        classes=class_names("skin-cancer"),
-        hub="marmal88/skin_cancer",
-        columns={"label": "dx"},
-        aliases={
-            "akiec": "actinic_keratosis",
-            "actinic_keratoses": "actinic_keratosis",
-            "bcc": "basal_cell_carcinoma",
-            "bkl": "pigmented_benign_keratosis",
-            "benign_keratosis-like_lesions": "pigmented_benign_keratosis",
-            "df": "dermatofibroma",
-            "mel": "melanoma",
-            "melanocytic_Nevi": "nevus",
-            "nv": "nevus",
-            "vasc": "vascular_lesion",
-            "vascular_lesions": "vascular_lesion",
-        },
-        subset=True,
-        protocol="FAA-CLIP: three sources as clients, 80/20, a fifth of ISIC 2019 as target",
-        comment="split by lesion: HAM10000 has several images of one lesion, which no digest finds. "
-        "The Hub's copy is HAM10000 alone; its diagnosis names were not verified",
-    ),
-    Entry(
-        "hyper-kvasir",
-        "the HyperKvasir page of Simula (labelled images), or the Hub",
-        layout="*/*/class|class",
-        classes=class_names("hyper-kvasir"),
-        rows=10662,
-        hub="sahilur/hyper-kvasir-labeled-images",
-        protocol="FAA-CLIP: four parts at random, three as clients, 70/30, one as target",
-    ),
-)
-for _entry in ENTRIES:
-    add(_entry)

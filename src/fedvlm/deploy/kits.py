@@ -43,6 +43,7 @@ from fedvlm.storage.files import (
 
 SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join
+KIT_FORMAT = 2  # of server.toml, site.toml and the messages between them
 REFERENCE_FILE = "reference.safetensors"  # in the server's folder, for methods that need one
 K = TypeVar("K")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
@@ -81,20 +82,20 @@ class SiteKit:
 def _read(kind: type[K], path: Path) -> K:
     if not path.exists():
         raise SettingsError(
-            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server, or "
-            "at a site one that `fedvlm deploy accept` has filled"
+            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server, or at a site one that "
+            "`fedvlm deploy accept` has filled"
         )
-    return read_table(kind, str(path), read_toml(path), ": ", folder=path.parent)
+    table = read_toml(path)
+    if (kit_format := table.pop("format", 1)) != KIT_FORMAT:
+        raise SettingsError(
+            f"{path}: this fedvlm needs kits of format {KIT_FORMAT}, got format {kit_format}; create new kits: "
+            "fedvlm deploy init"
+        )
+    return read_table(kind, str(path), table, ": ", folder=path.parent)
 
 
 def read_server(folder: Path) -> ServerKit:
-    path = folder / "server.toml"
-    if path.exists() and "sites" in (old := read_toml(path)):
-        raise SettingsError(
-            f"{path}: sites = {old['sites']!r} is of an older fedvlm; the sites are those with a "
-            f"certificate in {folder / SITES_FOLDER}: make new kits"
-        )
-    return replace(_read(ServerKit, path), sites=tuple(admitted(folder)))
+    return replace(_read(ServerKit, folder / "server.toml"), sites=tuple(admitted(folder)))
 
 
 def read_site(folder: Path) -> SiteKit:
@@ -112,7 +113,8 @@ def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
 def write_site(kit: SiteKit) -> None:
     """Writes what a kit says into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
-    write_file(kit.folder / "site.toml", to_toml({k: v for k, v in values.items() if v}).encode())
+    table = {"format": KIT_FORMAT, **{name: value for name, value in values.items() if value}}
+    write_file(kit.folder / "site.toml", to_toml(table).encode())
 
 
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
@@ -136,7 +138,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),
-        ("server.toml", to_toml({"address": address, **server}).encode()),
+        ("server.toml", to_toml({"format": KIT_FORMAT, "address": address, **server}).encode()),
         ("README.txt", server_readme().encode()),
     ):
         write_file(central / file, data)

@@ -18,8 +18,7 @@ from fedvlm.deploy.identity.certificates import SiteCertificate, current_certifi
 from fedvlm.deploy.identity.enrolment import revoke_site
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit, read_site
-from fedvlm.deploy.messages import check as check_words
-from fedvlm.deploy.messages import check_arrays, hex_key, integer, listed, one_of, text, training_key, training_spec
+from fedvlm.deploy.messages import Withdrawal, check_arrays, parse, training_key, training_spec
 from fedvlm.deploy.operations.events import EventLog
 from fedvlm.deploy.site.ledger import MAX_CACHED_REPLIES, Ledger, ReplyCache
 from fedvlm.deploy.site.policy import WITHDRAWN_FILE
@@ -58,7 +57,7 @@ def withdraw(folder: Path, by: str) -> Path:
         "kind": "withdrawal",
         "client": kit.name,
         "federation": certificate.federation,
-        "uploads": [[reply.about["training"], reply.about["round"]] for reply in uploads],
+        "uploads": [{name: reply.header[name] for name in ("training", "round")} for reply in uploads],
     }
     all_arrays = {f"{i}/{key}": value for i, reply in enumerate(uploads) for key, value in reply.arrays.items()}
     message = sign(Message(about, all_arrays))
@@ -76,9 +75,9 @@ def _summed_uploads(place: Path) -> list[Message]:
         settings = build(spec["identity"])
     except (OSError, FedVLMError):  # damaged, or of a method that is gone: nothing to be sent
         return []
-    if upload_sum(settings.method) != "total" or "race" in spec:
+    if upload_sum(settings.method) != "total" or "tuning" in spec:
         return []
-    return [reply for reply in ReplyCache(place).uploads() if reply.about["kind"] == "round"]
+    return [reply for reply in ReplyCache(place).uploads() if reply.header["kind"] == "round"]
 
 
 SUMS_SUFFIX = "sums"  # of a training's file beside its tensors
@@ -202,16 +201,6 @@ def _strip_prefix(values: Tensors, name: str) -> Tensors:
 
 MAX_WITHDRAWAL_BYTES = 1 << 30  # bytes of a file from a site
 NEW_RUN_NEEDED = "only a new run forgets it"
-WITHDRAWAL_FIELDS = {
-    "kind": one_of("withdrawal"),
-    "client": text(),
-    "federation": hex_key,
-    "uploads": listed(
-        lambda entry: type(entry) is list and len(entry) == 2 and hex_key(entry[0]) and integer()(entry[1])
-    ),
-    "checksum": text(),
-    "signature": text(),
-}
 
 
 @dataclass(frozen=True)
@@ -264,27 +253,20 @@ def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int
     """Whose it is, and its uploads by training and round, if its site has signed it."""
     try:
         message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES))
-        check_words(message.about, WITHDRAWAL_FIELDS, {}, "the withdrawal")
+        fields = parse(Withdrawal, message.header, "the withdrawal")
         check_arrays(message)
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}); name the site's file") from error
     except Exception as error:
         raise DataError(f"{file} is no withdrawal, or damaged ({error}); send it again") from error
-    about: Any = message.about
-    certificate: SiteCertificate = current_certificate(kit.folder, about["client"])
+    certificate: SiteCertificate = current_certificate(kit.folder, fields.client)
     Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
-    if about["federation"] != certificate.federation:
+    if fields.federation != certificate.federation:
         raise FederationError(f"{file} is for another federation")
-    return certificate.site, _uploads(message, about["uploads"])
-
-
-def _uploads(message: Message, listed: Sequence[Any]) -> dict[str, dict[int, Tensors]]:
-    values, out = to_tensors(message.arrays), dict[str, dict[int, Tensors]]()
-    for place, (training, number) in enumerate(listed):
-        mark = f"{place}/"
-        upload = {k.removeprefix(mark): v for k, v in values.items() if k.startswith(mark)}
-        out.setdefault(training, {})[number] = upload
-    return out
+    values, uploads = to_tensors(message.arrays), dict[str, dict[int, Tensors]]()
+    for place, past in enumerate(fields.uploads):
+        uploads.setdefault(past.training, {})[past.round] = _strip_prefix(values, f"{place}/")
+    return certificate.site, uploads
 
 
 @dataclass

@@ -10,6 +10,7 @@ from fedvlm.channel.pipeline import EVERYONE, DecodedUploads
 from fedvlm.core import Method, Tensors, UploadSum, upload_sum
 from fedvlm.engines.client import RoundReplies, TrainingTerms
 from fedvlm.errors import FederationError
+from fedvlm.tensors import without_compiler
 
 
 def can_sum_uploads(terms: TrainingTerms) -> bool:
@@ -63,6 +64,7 @@ class UploadSums:
         )
 
 
+@without_compiler()
 def aggregate_uploads(
     method: Method, shared: Tensors, decoded: DecodedUploads, encoded_ids: Collection[str], number: int
 ) -> tuple[Tensors, DecodedUploads]:

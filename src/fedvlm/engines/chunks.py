@@ -210,6 +210,7 @@ def have_same_shapes(a: Task, b: Task) -> bool:
     )
 
 
+@tensors.without_compiler()
 def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
     """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam makes much of what rounding leaves of a zero slope.
@@ -228,6 +229,7 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Cli
         raise failure(world, number, ids, traceback.format_exc()) from error
 
 
+@tensors.without_compiler()
 def adapt_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
     """The adaptation of a chunk's clients; of a crowd without one it is all in one product."""
     world = load_chunk(world, [task.id for task in tasks])

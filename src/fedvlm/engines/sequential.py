@@ -11,6 +11,7 @@ from fedvlm.engines.placement import with_resident_rows
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import adapts
+from fedvlm.tensors import without_compiler
 
 
 class Sequential:
@@ -42,6 +43,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@without_compiler()
 def run_client(world: World, number: int, task: Task) -> ClientReply:
     """Measures what a client was sent, then trains if it takes part in this round."""
     with naming_errors(world, number, task.id):
@@ -57,6 +59,7 @@ def run_client(world: World, number: int, task: Task) -> ClientReply:
         return ClientReply(upload, local, scores, rows)
 
 
+@without_compiler()
 def adapt_client(world: World, number: int, task: Task) -> ClientReply:
     """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
     with naming_errors(world, number, task.id):

@@ -1,7 +1,7 @@
-"""What medical users ask of a classifier, from its probabilities: how right, how sure, how useful.
+"""Metrics of a classifier (accuracy, calibration, utility), and their means over clients and seeds.
 
-Everything here takes `p` (rows, classes), rows of probabilities, and `y` (rows,), the true classes.
-A number that the rows cannot give (the AUC of rows of a single class, anything of no rows) is NaN.
+A metric takes `p` (samples, classes), probabilities, and `y` (samples,), the true classes. It is NaN where the samples
+do not define it: the AUC of samples of a single class, anything of no samples.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ from numpy.typing import NDArray
 from fedvlm.errors import SettingsError
 from fedvlm.plugins import add_entry, load_outside
 
-if TYPE_CHECKING:  # tables of finished runs have its names, and do without torch
+if TYPE_CHECKING:  # tables of finished runs are made without torch
     from torch import Tensor
 
 __all__ = ["METRICS", "Metric", "compute_metrics", "metrics", "register"]
+Results = Mapping[str, Mapping[str, Any]]  # scores by client
+Table = dict[str, float | None]  # column -> value, None where it is not defined
+Metric = Callable[["Tensor", "Tensor"], float]
 CALIBRATION_BINS = 15  # of the reliability diagram
+MIN_OUTLIER_FRACTION = 0.7  # of a client's rounds, above which it is reported as an outlier
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the decision curve
-MAX_TABLE_THRESHOLD = 0.5  # the table's net benefit is the mean over thresholds up to this one
-SCORE_EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the counts of scores
+MAX_TABLE_THRESHOLD = 0.5  # tables have the mean net benefit over thresholds up to this one
+SCORE_EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the histograms of scores
 RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for quantity in ("rows", "hits")} | {
     *("loss", "reliability", "decision", "hits", "confusion", "recall", "scores"),
 }
-# A table has columns of these names, which are no metrics.
-RESERVED_NAMES |= {"kappa", "kappa-per-target", "cosine", "dof", "seconds", "minutes", "trained", "A[j][i]"}
+# Columns of tables that are no metrics.
+RESERVED_NAMES |= {"condition_number", "condition_number-per-target", "kappa", "cosine", "dof", "trained", "A[j][i]"}
 RESERVED_NAMES |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
+RESERVED_NAMES |= {"seconds", "minutes"}
 
 
 def mean_net_benefit(p: Tensor, y: Tensor) -> float:
-    """Net benefit of decisions by the classifier, the mean over the usual thresholds."""
+    """Net benefit of decisions by the classifier, averaged over the usual thresholds."""
     curve: list[float] = net_benefit(p, y).tolist()
     usual = [value for at, value in zip(THRESHOLDS, curve, strict=True) if at <= MAX_TABLE_THRESHOLD]
     return sum(usual) / len(usual)
 
 
 def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
-    """The numbers of all metrics; those that the rows cannot give are left out."""
+    """Compute all metrics; leave out those that the samples do not define."""
     out: dict[str, float] = {}
     for name, metric in metrics().items():
         try:
@@ -60,7 +65,7 @@ def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def diagram_data(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
-    """What the reliability diagram and the decision curve are drawn from, as plain numbers."""
+    """Compute the points of the reliability diagram and of the decision curve."""
     import torch
 
     diagram = reliability(p, y)
@@ -70,11 +75,11 @@ def diagram_data(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
 
 
 def prediction_details(p: Tensor, y: Tensor) -> dict[str, Any]:
-    """What says more of single rows than a mean does: hits, confusions, scores of all classes.
+    """Return correct predictions, confusion matrix, recall per class and histograms of scores.
 
-    `hits` are bits, a row each, in hexadecimal; `confusion` has [true, predicted, rows] where there
-    are any; `recall` is None for a class without rows; `scores` counts pairs of row and class by
-    the probability, the row's own class and others, for ROC and precision-recall curves.
+    `hits` has a bit per sample, in hexadecimal: 1 if correct; `confusion` has [true, predicted, count] for nonzero
+    counts; `recall` is None for a class without samples; `scores` are histograms of the probabilities of the true
+    class and of the other classes, for ROC and precision-recall curves.
     """
     import torch
 
@@ -96,15 +101,15 @@ def prediction_details(p: Tensor, y: Tensor) -> dict[str, Any]:
 
 
 def unpack_correct(packed: str, rows: int) -> NDArray[np.bool_]:
-    """(rows,) of what `details` packed."""
+    """(samples,) unpack the `hits` of `prediction_details`."""
     return np.unpackbits(np.frombuffer(bytes.fromhex(packed), np.uint8), count=rows).astype(bool)
 
 
 def curve_points(counts: Sequence[Sequence[int]], kind: str) -> list[list[float]]:
-    """An ROC or a precision-recall curve of `scores` as `details` counts them, one vs rest.
+    """Return the one-vs-rest ROC or PR curve of the `scores` of `prediction_details`, micro-averaged over classes.
 
-    All pairs of row and class are taken together. "ROC" has [false, true] positive rates, "PR" has
-    [recall, precision], both from the highest threshold down to none; none without both kinds.
+    "ROC" has [false, true] positive rates, "PR" has [recall, precision], from the highest threshold to the lowest;
+    empty without both positives and negatives. Made from histograms, because a record does not hold single scores.
     """
     positives, negatives = (np.cumsum(np.array(histogram, np.float64)[::-1]) for histogram in counts)
     if not positives[-1] or not negatives[-1]:
@@ -118,19 +123,19 @@ def curve_points(counts: Sequence[Sequence[int]], kind: str) -> list[list[float]
 
 
 def area_under_curve(curve: Sequence[Sequence[float]], kind: str) -> float:
-    """Below a curve of `points`; of a PR curve in steps, which is the average precision."""
+    """Return the area under a curve of `curve_points`; for PR in steps, which is the average precision."""
     x, y = np.array(curve).T
     heights = (y[1:] + y[:-1]) / 2 if kind == "ROC" else y[1:]
     return float((np.diff(x) * heights).sum())
 
 
 def accuracy(p: Tensor, y: Tensor) -> float:
-    """The share of hits."""
+    """Fraction of samples classified correctly."""
     return (p.argmax(1) == y).double().mean().item()
 
 
 def _confusion(p: Tensor, y: Tensor) -> Tensor:
-    """(classes, classes): rows of each true class, by predicted class."""
+    """(classes, classes): count samples by true and by predicted class."""
     import torch
 
     classes = p.shape[1]
@@ -139,14 +144,14 @@ def _confusion(p: Tensor, y: Tensor) -> Tensor:
 
 
 def balanced_accuracy(p: Tensor, y: Tensor) -> float:
-    """The mean share of hits over the classes that have rows."""
+    """Mean recall over the classes that have samples."""
     confusion = _confusion(p, y)
     has_samples = confusion.sum(1) > 0
     return (confusion.diagonal()[has_samples] / confusion.sum(1)[has_samples]).mean().item()
 
 
 def macro_f1(p: Tensor, y: Tensor) -> float:
-    """The mean F1 over the classes that have rows or are predicted for some."""
+    """Mean F1 over the classes that have samples or are predicted."""
     confusion = _confusion(p, y)
     either = confusion.sum(0) + confusion.sum(1)
     return (2 * confusion.diagonal() / either)[either > 0].mean().item()
@@ -155,7 +160,7 @@ def macro_f1(p: Tensor, y: Tensor) -> float:
 def auc(p: Tensor, y: Tensor) -> float:
     """One-vs-rest area under the ROC curve, ties counting half.
 
-    The mean over the classes that have rows and are not all rows: of others there is no curve.
+    The mean over the classes that have both positive and negative samples.
     """
     import torch
 
@@ -177,26 +182,26 @@ def auc(p: Tensor, y: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Rows by confidence, the largest probability of a row, in bins of equal width."""
+    """Samples by confidence, their largest probability, in bins of equal width."""
 
     rows: Tensor  # (bins,)
     confidence: Tensor  # (bins,) mean confidence, 0 where a bin is empty
-    accuracy: Tensor  # (bins,) share of hits
+    accuracy: Tensor  # (bins,)
 
     @property
     def error(self) -> float:
-        """ECE: the mean gap between confidence and accuracy, each bin weighing its rows."""
+        """ECE: the mean gap between confidence and accuracy, weighted by the samples of each bin."""
         gaps = (self.confidence - self.accuracy).abs()
         return ((self.rows * gaps).sum() / self.rows.sum()).item()
 
 
 def calibration_error(p: Tensor, y: Tensor) -> float:
-    """How far confidence is from accuracy, in the mean over rows."""
+    """Expected calibration error: the mean gap between confidence and accuracy."""
     return reliability(p, y).error
 
 
 def reliability(p: Tensor, y: Tensor, bins: int = CALIBRATION_BINS) -> Reliability:
-    """A bin holds its upper edge: (0, 1/15], (1/15, 2/15], ..."""
+    """Compute the reliability diagram; a bin includes its upper edge: (0, 1/15], (1/15, 2/15], ..."""
     import torch
 
     confidence, guess = p.double().max(1)
@@ -213,9 +218,9 @@ def reliability(p: Tensor, y: Tensor, bins: int = CALIBRATION_BINS) -> Reliabili
 def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS) -> Tensor:
     """(thresholds,): the decision curve, the mean over classes of one-vs-rest net benefits.
 
-    For one class and the threshold t a row is positive if its probability is t or more; the net
-    benefit is the share of true positives less that of false ones, these weighing t / (1 - t).
-    Classes without rows count too: calling a row by their name is harm.
+    At threshold t a sample is positive for a class if its probability is at least t; the net benefit is the fraction
+    of true positives minus that of false positives times t / (1 - t). Classes without samples count too: predicting
+    them is harmful.
     """
     import torch
 
@@ -229,7 +234,6 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     return (right - (called - right) * exact / (1 - exact)) / max(p.numel(), 1)
 
 
-Metric = Callable[["Tensor", "Tensor"], float]
 ALL: dict[str, Metric] = {
     "accuracy": accuracy,
     "balanced": balanced_accuracy,
@@ -238,31 +242,27 @@ ALL: dict[str, Metric] = {
     "ECE": calibration_error,
     "net benefit": mean_net_benefit,
 }
-METRICS = tuple(ALL)  # our own: the columns of tables, and all that a site may say of its rows
+METRICS = tuple(ALL)  # the columns of tables, and all that a site may report about its samples
 
 
 def register(name: str, metric: Metric) -> Metric:
-    """Adds a metric under the name that a table's column has; its docstring says what it is."""
+    """Add a metric under the name of its column in tables; its docstring describes it."""
     if name in RESERVED_NAMES:
-        raise SettingsError(f"metric {name!r}: scores or tables have another thing of that name; rename it")
+        raise SettingsError(f"metric {name!r}: the name is taken by a column of tables; rename it")
     if not getattr(metric, "__doc__", None):
-        raise SettingsError(f"metric {name!r}: it has no docstring; say in a line what it is")
+        raise SettingsError(f"metric {name!r}: it has no docstring; describe it in one line")
     add_entry(ALL, "metric", name, metric)
     return metric
 
 
 def metrics() -> dict[str, Metric]:
-    """All metrics: our own and those of outside packages (entry-point group fedvlm.metrics)."""
+    """Return all metrics: our own and those of outside packages (entry-point group fedvlm.metrics)."""
     load_outside("fedvlm.metrics")
     return dict(ALL)
 
 
-Results = Mapping[str, Mapping[str, Any]]  # scores by client
-Table = dict[str, float | None]  # column -> share of hits, None where it is not defined
-
-
 def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
-    """Mean over clients of one of METRICS; None where no client has it."""
+    """Average a metric over clients; None where no client has it."""
     if name == "accuracy":
         return mean_accuracy(scores, ids)
     parts = [scores[id][name] for id in sorted(ids) if name in scores.get(id, {})]
@@ -270,7 +270,7 @@ def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
 
 
 def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
-    """Mean over clients of each one's share of hits; None where no client has rows."""
+    """Average the accuracy over clients; None where no client has samples."""
     parts = [
         scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]
         for id in sorted(ids)
@@ -280,7 +280,7 @@ def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> f
 
 
 def mean_and_std(tables: Sequence[Table]) -> dict[str, tuple[float | None, float | None]]:
-    """Mean and sample deviation over seeds, column by column; no deviation for one seed."""
+    """Return mean and sample standard deviation over seeds of each column; no deviation for one seed."""
     out: dict[str, tuple[float | None, float | None]] = {}
     for key in tables[0]:
         values = [value for table in tables if (value := table.get(key)) is not None]
@@ -289,11 +289,8 @@ def mean_and_std(tables: Sequence[Table]) -> dict[str, tuple[float | None, float
     return out
 
 
-MIN_OUTLIER_FRACTION = 0.7  # share of a client's rounds above which it is named
-
-
 def describe_outliers(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Who was far from the rest in most of its rounds of a training, in words."""
+    """Describe clients whose uploads were outliers in most of their rounds of a training."""
     rounds_of_client: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
         for id, entry in line["clients"].items():

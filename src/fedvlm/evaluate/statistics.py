@@ -5,7 +5,7 @@ both cancels out. A column of a table is a weighted mean of shares of hits, so i
 sum over clients of mean differences of rows, and rows are drawn again within each client.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -75,12 +75,14 @@ def paired_bootstrap(
     return Difference(float(mean), float(low), float(high))
 
 
-def compare_with_best(runs: Mapping[str, Sequence[Contributions]]) -> tuple[str, dict[str, Difference]]:
-    """The run with the largest mean, and what every other one lacks.
+def compare_with_best(
+    runs: Mapping[str, Sequence[Contributions]], upper_bounds: Collection[str] = ()
+) -> tuple[str, dict[str, Difference]]:
+    """The run with the largest mean, upper bounds aside, and the difference of every other one to it.
 
     The intervals hold together: each leaves its difference out with the chance shared among them.
     """
     means = {name: fmean(map(column_value, per_seed)) for name, per_seed in runs.items()}
-    best = max(means, key=lambda name: means[name])
+    best = max([name for name in means if name not in upper_bounds] or means, key=lambda name: means[name])
     other_names = [name for name in runs if name != best]
     return best, {name: paired_bootstrap(runs[name], runs[best], ERROR_RATE / len(other_names)) for name in other_names}

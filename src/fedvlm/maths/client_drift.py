@@ -1,4 +1,4 @@
-"""How much clients disagree about the head, as the FedOT paper measures it."""
+"""Measure how much clients disagree about the head, as in the FedOT paper."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from torch import Tensor
 class GradientAgreement:
     """The mean cosine over pairs of clients of the pseudo-gradients ΔW_i = W_i - W.
 
-    W is what all clients were sent, W_i what client i sends back, in as many tensors as it has.
-    Clients come one by one: no two of them have to be there at once. One that did not move has no
-    direction and agrees with none (0); fewer than two clients have no pairs (nan).
+    W is what all clients were sent, W_i what client i uploads, in as many tensors as it has. Clients are added one by
+    one, so that they need not be in memory together. A client that did not change has cosine 0 with all others; fewer
+    than two clients have no pairs (nan).
     """
 
     def __init__(self, start: Sequence[Tensor]) -> None:
         self.start, self.clients, self.moved = start, 0, 0
-        # The sum of unit vectors has every pair in its square.
+        # The square of the sum of unit vectors contains the cosine of every pair.
         self.totals = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in start]
 
     def add(self, end: Sequence[Tensor]) -> None:
@@ -39,11 +39,10 @@ def _move(end: Tensor, start: Tensor) -> Tensor:
 
 
 def largest_gradient_difference(start: Tensor, ends: Sequence[Tensor], steps: Sequence[int], rate: float) -> float:
-    """The largest distance between two clients' head gradients (Frobenius norm; nan below two).
+    """Return the largest distance between the head gradients of two clients (Frobenius norm; nan below two).
 
-    A client's gradient is the mean over its steps of this round, (W - W_i) / (rate * steps): exact
-    for plain SGD, and off by a factor within 1 / (1 - momentum) and by decay * W otherwise.
-    A client without steps has gradient zero.
+    A client's gradient is the mean over its steps of this round, (W - W_i) / (lr * steps): exact for plain SGD, and off
+    by a factor of up to 1 / (1 - momentum) and by weight_decay * W otherwise. Without steps it is zero.
     """
     if len(ends) < 2:
         return float("nan")
@@ -54,10 +53,10 @@ def largest_gradient_difference(start: Tensor, ends: Sequence[Tensor], steps: Se
 
 
 def gradient_difference_bound(tau: float, conditions: Sequence[float]) -> float:
-    """The bound 2τ (κ_i + κ_j) of theorem 4.1 for the two clients where it is largest.
+    """Return the bound 2τ (κ_i + κ_j) of theorem 4.1 for the two clients where it is largest.
 
-    κ is the condition number of a client's map; orthogonal maps have κ = 1 and the least
-    bound, 4τ. Every minibatch gradient obeys it, hence so does their mean over a round.
+    κ is the condition number of a client's map; orthogonal maps have κ = 1 and the least bound, 4τ. It holds for every
+    minibatch gradient, hence for their mean over a round.
     """
     worst = sorted(conditions)[-2:]
     return 2 * tau * sum(worst) if len(worst) == 2 else float("nan")

@@ -1,9 +1,9 @@
-"""How sharply rows determine a prompt: samples of the Fisher information, and what to do with it.
+"""Estimate the Fisher information of prompts, and combine clients' posteriors by it.
 
-The Fisher information of a softmax classifier is J' (diag(p) - pp') J summed over rows, with J the
-derivative of the logits. Its factor (diag(√p) - p√p') times random signs, pulled back through the
-text tower, is one vector whose outer product is the Fisher information on average over the signs:
-one backward pass for a whole minibatch, where the exact sum asks for one per row and class.
+The Fisher information of a softmax classifier is J' (diag(p) - pp') J summed over samples, with J the derivative of the
+logits. Its factor (diag(√p) - p√p') times random signs, pulled back through the text tower, is one vector whose outer
+product is the Fisher information in expectation over the signs: one backward pass for a minibatch, where the exact sum
+needs one per sample and class.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ def sample_fisher(
     scale: float,
     signs: Tensor,
 ) -> Tensor:
-    """One sample, shaped like `context`, for logits scale * x @ features(context).mT.
+    """Return one sample, shaped like `context`, for logits scale * x @ features(context).mT.
 
-    `signs` (rows, classes) are independent, of mean 0 and variance 1.
+    `signs` (samples, classes) are independent, of mean 0 and variance 1.
     """
     pulled: Any = vjp(features, context)
-    table, pull = pulled
-    p = (scale * x @ table.mT).softmax(dim=-1)  # (rows, classes)
-    spun = torch.where(real[:, None], p.sqrt() * signs, 0.0)
-    error = spun - p * spun.sum(dim=-1, keepdim=True)
-    sample: Tensor = pull(scale * error.mT @ torch.where(real[:, None], x, 0.0))[0]
+    table, pull_back = pulled
+    p = (scale * x @ table.mT).softmax(dim=-1)  # (samples, classes)
+    signed = torch.where(real[:, None], p.sqrt() * signs, 0.0)
+    error = signed - p * signed.sum(dim=-1, keepdim=True)
+    sample: Tensor = pull_back(scale * error.mT @ torch.where(real[:, None], x, 0.0))[0]
     return sample
 
 
@@ -43,10 +43,10 @@ def solve_kronecker_mean(
     start: Tensor,
     iterations: int,
 ) -> Tensor:
-    """The X with Σ w L X R = Σ w L M R, by that many steps of conjugate gradients from `start`.
+    """Return X with Σ w L X R = Σ w L M R, by that many steps of conjugate gradients from `start`.
 
-    It is the minimum of the clients' quadratic losses around their means M, whose curvatures are
-    Kronecker products of the symmetric, non-negative L and R.
+    It minimises the sum of the clients' quadratic losses around their means M, whose curvatures are Kronecker products
+    of the symmetric, non-negative L and R.
     """
 
     def apply(matrices: Sequence[Tensor]) -> Tensor:
@@ -69,11 +69,11 @@ def solve_kronecker_mean(
 
 
 def find_mode(means: Tensor, precisions: Tensor, prior: float, start: Tensor, iterations: int) -> Tensor:
-    """A mode of the product of the clients' posteriors, each a mixture of Gaussians.
+    """Return a mode of the product of the clients' posteriors, each a mixture of Gaussians.
 
-    `means` and `precisions` are (clients, parts, numbers). Every client has counted the prior
-    N(0, 1/prior), so all but one are divided out. Each step solves exactly for the mode with the
-    parts' shares held fixed, which never lowers the density.
+    `means` and `precisions` are (clients, components, numbers). Every posterior includes the prior N(0, 1/prior), so
+    all but one are divided out. Each step solves exactly for the mode with fixed responsibilities, which never lowers
+    the density.
     """
     clients = means.shape[0]
     constant = 0.5 * precisions.log().sum(dim=-1)

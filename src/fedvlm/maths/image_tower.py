@@ -1,4 +1,4 @@
-"""The image tower of an open encoder as a function of its weights, for methods that train it."""
+"""Call the image tower of an open encoder as a function of its weights, for methods that train it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedvlm.core import Tensors
+from fedvlm.core.schema import Range, check_range
 from fedvlm.errors import EncoderError, SettingsError, unknown_name
 
-NON_IMAGE_PREFIXES = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not on an image's way
-# The matrices of a block by what they do, and how the models call them.
+NON_IMAGE_PREFIXES = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not used for images
+# The matrices of a block by function, and their names in the models.
 TARGETS = {
     "q": ("q_proj",),
     "k": ("k_proj",),
@@ -25,34 +26,34 @@ TARGETS = {
 
 
 class ImageTower:
-    """`tower(weights, pixels)` gives (images, dim); `tower.weights` are those it came with.
+    """Compute `tower(weights, pixels)` (images, dim); `tower.weights` are the encoder's.
 
-    Weights that are left out are the encoder's own, so a method carries only what it trains.
+    Weights that are left out are the encoder's, so that a method has only those it trains.
     """
 
     def __init__(self, model: torch.nn.Module, pool: Callable[[Tensor], Tensor]) -> None:
         name, layers = _layers(model)
         self._call = _Call(model, pool, layers)
-        self._block_prefix = f"model.{name}."  # of keys of the transformer blocks
+        self._block_prefix = f"model.{name}."  # of the keys of transformer blocks
         self.blocks = len(layers)
         self.weights: Tensors = {
             key: value.detach()
             for key, value in self._call.named_parameters()
             if not key.startswith(NON_IMAGE_PREFIXES)
         }
-        self._device_tensors: Tensors = {}  # weights and buffers of an image's way, if not the model's own
+        self._device_tensors: Tensors = {}  # weights and buffers on another device than the model's
         self.width: int = self.weights[self.matrices(["q"])[0]].shape[1]  # of a token
 
     def __call__(self, weights: Tensors, pixels: Tensor, prompts: Tensor | None = None) -> Tensor:
-        """`prompts` (depth, count, width) are tokens more: fresh ones in each of the first blocks.
+        """Embed images; `prompts` (depth, count, width) are extra tokens, new ones in each of the first blocks.
 
-        They are gone before pooling, so that a class token or a pooling head sees what it knows.
+        They are removed before pooling, so that a class token or a pooling head sees its usual tokens.
         """
         pooled: Tensor = functional_call(self._call, {**self._device_tensors, **weights}, (pixels, prompts))
         return pooled
 
     def to(self, device: torch.device) -> "ImageTower":
-        """The same tower on a device; the model itself stays where it is."""
+        """Return the tower on a device; the model itself is not moved."""
         tower = copy(self)
         tower.weights = {key: value.to(device) for key, value in self.weights.items()}
         buffers = {key: value.to(device) for key, value in self._call.named_buffers()}
@@ -60,9 +61,8 @@ class ImageTower:
         return tower
 
     def last(self, blocks: int) -> list[str]:
-        """Weights from the last blocks on to the embedding; 0 blocks stand for the whole tower."""
-        if not 0 <= blocks <= self.blocks:
-            raise SettingsError(f"blocks = {blocks}; the image tower has {self.blocks} (0 stands for all of it)")
+        """Return the keys of the weights from the last blocks on; 0 stands for the whole tower."""
+        check_range("blocks", blocks, Range(0, self.blocks))
         keys = list(self.weights)
         if blocks == 0:
             return keys
@@ -70,7 +70,7 @@ class ImageTower:
         return keys[next(i for i, key in enumerate(keys) if key.startswith(first)) :]
 
     def matrices(self, targets: Sequence[str]) -> list[str]:
-        """Keys of the named weight matrices of all blocks, in the order of the tower."""
+        """Return the keys of the named weight matrices of all blocks, in the order of the tower."""
         for target in targets:
             if target not in TARGETS:
                 raise unknown_name("target", target, TARGETS)
@@ -80,7 +80,7 @@ class ImageTower:
 
 
 def _layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
-    """The list of transformer blocks an image goes through, and its name."""
+    """Return the list of transformer blocks of the image tower, and its name."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and not f"model.{name}".startswith(NON_IMAGE_PREFIXES):
             return name, module
@@ -88,12 +88,12 @@ def _layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
 
 
 class _Call(torch.nn.Module):
-    """Makes pooling the forward pass, because functional_call swaps the weights of a forward."""
+    """Make pooling the forward pass, because functional_call replaces the weights of a forward pass."""
 
     def __init__(self, model: torch.nn.Module, pool: Callable[[Tensor], Tensor], layers: torch.nn.ModuleList) -> None:
         super().__init__()
         self.model, self.pool = model, pool
-        self.layers = list(layers)  # a plain list, so that weights do not go by two names
+        self.layers = list(layers)  # a plain list, so that weights do not have two names
 
     def forward(self, pixels: Tensor, prompts: Tensor | None) -> Tensor:
         if prompts is None or prompts.shape[1] == 0:
@@ -104,7 +104,7 @@ class _Call(torch.nn.Module):
 
 @contextmanager
 def insert_prompts(layers: Sequence[torch.nn.Module], prompts: Tensor) -> Iterator[None]:
-    """Prompts behind the other tokens: attention knows no order but that of positions."""
+    """Insert prompts behind the other tokens: attention depends on no order but positions."""
     depth, count, _ = prompts.shape
     if depth > len(layers):
         raise SettingsError(f"depth = {depth}; the image tower has {len(layers)} blocks")

@@ -1,8 +1,12 @@
-"""Multinomial logistic regression with a ridge towards an anchor: one client's, and a federation's.
+"""Fit multinomial logistic regression with a ridge towards an anchor, at one client or over a federation.
 
-The objective is the mean cross-entropy of the rows plus ridge/2 · |W - W_anchor|²; the bias has no
-ridge to speak of. Iterations are fixed and a fit that has arrived stays where it is, so engines may
-vmap it. With C = 1/(rows · ridge) it is scikit-learn's LogisticRegression.
+The objective is the mean cross-entropy plus ridge/2 · |W - W_anchor|²; the bias has nearly no ridge. With
+C = 1/(samples · ridge) it is scikit-learn's LogisticRegression. It is our own code because it fits all ridges in one
+singular basis and under vmap: iterations are fixed and a fit that has converged stays where it is.
+
+Over a federation the server takes quasi-Newton steps from summed gradients. Points are (classes, dim + 1), the last
+column being the bias. Gradients are those of the cross-entropy alone; the ridge is added at the server, so that it may
+change from step to step.
 """
 
 from collections.abc import Callable
@@ -11,29 +15,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-RIDGES = tuple(10.0**-k for k in range(1, 8))  # from hardly moving to nearly separating
-DEFAULT_RIDGE = 1e-4  # without validation rows
-BIAS_RIDGE = 1e-9  # ridge of the bias: only so that a class nobody has rows of does not run away
+RIDGES = tuple(10.0**-k for k in range(1, 8))  # from hardly any change to nearly separable
+DEFAULT_RIDGE = 1e-4  # without validation samples
+BIAS_RIDGE = 1e-9  # of the bias: keeps that of a class without samples finite
 MAX_STEPS = 60
+LINE_SEARCH_STEPS = 4
 LBFGS_MEMORY = 10  # steps that the curvature is estimated from
-CURVATURE_BOUND = 0.25  # of a row's loss in the metric: half of the bound 1/2, as most rows are far from it
-GRADIENT_TOLERANCE = 1e-10  # slope at which a fit has arrived
+CURVATURE = 0.25  # of a sample's loss in the metric: half of the bound 1/2, which few samples reach
+GRADIENT_TOLERANCE = 1e-10  # at which a fit has converged
+QUASI_NEWTON_MEMORY = 8
+MIN_RELATIVE_CURVATURE = 1e-3  # of the largest; directions below it are left to the metric
+SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the step fraction, after a step that failed or succeeded
 
 
 class Head(NamedTuple):
+    """A linear classifier, or several."""
+
     weight: Tensor  # (..., classes, dim)
     bias: Tensor  # (..., classes)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., rows, classes)"""
+        """Return (..., samples, classes)."""
         return x @ self.weight.mT + self.bias[..., None, :]
 
     def joined(self) -> Tensor:
-        """(..., classes, dim + 1): the bias as the weight of a coordinate that is 1."""
+        """Return (..., classes, dim + 1): the bias as the weight of a coordinate that is 1."""
         return torch.cat([self.weight, self.bias[..., None]], dim=-1)
 
 
 def split_head(joined: Tensor) -> Head:
+    """Invert `Head.joined`."""
     return Head(joined[..., :-1], joined[..., -1])
 
 
@@ -41,7 +52,7 @@ class RidgePath(NamedTuple):
     """One head per ridge."""
 
     heads: Head
-    max_gradient: Tensor  # (ridges,) largest slope that is left
+    max_gradient: Tensor  # (ridges,) largest entry of the remaining gradient
 
 
 def fit_ridge_path(
@@ -53,31 +64,29 @@ def fit_ridge_path(
     steps: int = MAX_STEPS,
     bias_ridge: float | Tensor = BIAS_RIDGE,
 ) -> RidgePath:
-    """Heads over the classes that are `open`; the others keep the anchor's row. y = -1 is no row.
+    """Fit a head per ridge over the classes that are open; the others keep the anchor's row. y = -1 is padding.
 
-    W - W_anchor lies in the span of the rows, so it is sought in their singular basis, in which
-    the metric bend · S² / n + ridge is diagonal for every ridge at once.
+    W - W_anchor lies in the span of the samples, so it is fitted in their singular basis, in which the metric
+    curvature · S² / n + ridge is diagonal for every ridge at once.
     """
     real = y >= 0
     x = torch.where(real[:, None], x.double(), 0.0)
     label = y.clamp(min=0)
     sample_weights = real.double() / real.sum().clamp(min=1)
     left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
-    rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (rows, rank + 1)
+    rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (samples, rank + 1)
     ridges = ridges.double()[:, None]
     ridge_weights = torch.cat([ridges.expand(-1, len(size)), ridges * 0 + bias_ridge], 1)
-    curvature = torch.cat(
-        [CURVATURE_BOUND * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE_BOUND)]
-    )
+    curvature = torch.cat([CURVATURE * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE)])
     scale = (curvature + ridge_weights).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
     ridge_weights = ridge_weights[:, :, None] * scale.square()
     truth = (label[:, None] == torch.arange(len(open_classes), device=y.device)).double()
-    shut = torch.where(open_classes, 0.0, -torch.inf)
-    start = (anchor.logits(x.to(anchor.weight.dtype)).double() + shut).expand(len(ridges), -1, -1)
+    closed = torch.where(open_classes, 0.0, -torch.inf)
+    start = (anchor.logits(x.to(anchor.weight.dtype)).double() + closed).expand(len(ridges), -1, -1)
 
     def gradient(logits: Tensor, at: Tensor) -> Tensor:
-        wrong = (logits.softmax(-1) - truth) * sample_weights[:, None]
-        return scale * multiply_all(rows.mT, wrong) + ridge_weights * at
+        error = (logits.softmax(-1) - truth) * sample_weights[:, None]
+        return scale * multiply_all(rows.mT, error) + ridge_weights * at
 
     position = torch.zeros(len(ridges), rows.shape[1], len(open_classes), dtype=x.dtype, device=x.device)
     logits, current_gradient = start, gradient(start, position)
@@ -88,10 +97,8 @@ def fit_ridge_path(
         length = line_search(logits, direction_logits, truth, sample_weights, ridge_weights, position, direction)
         has_converged = current_gradient.abs().amax((1, 2)) < GRADIENT_TOLERANCE
         step = torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction)
-        position, logits = (
-            position + step,
-            logits + torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction_logits),
-        )
+        position = position + step
+        logits = logits + torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction_logits)
         next_gradient = gradient(logits, position)
         past = [*past, (step, next_gradient - current_gradient)][-LBFGS_MEMORY:]
         current_gradient = next_gradient
@@ -101,7 +108,7 @@ def fit_ridge_path(
 
 
 def multiply_all(matrix: Tensor, matrices: Tensor) -> Tensor:
-    """left @ one, for each of many: as one product, since narrow ones are slow."""
+    """Return the matrix times each of the matrices, as one product, because narrow products are slow."""
     wide = matrix @ matrices.transpose(0, 1).flatten(1)
     return wide.reshape(len(matrix), len(matrices), -1).transpose(0, 1)
 
@@ -109,9 +116,9 @@ def multiply_all(matrix: Tensor, matrices: Tensor) -> Tensor:
 def lbfgs_direction(
     gradient: Tensor, history: list[tuple[Tensor, Tensor]], metric: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The slope through the inverse curvature that past steps and turns show (L-BFGS).
+    """Return the gradient times the inverse curvature estimated from past steps (L-BFGS).
 
-    `metric` is the inverse curvature known beforehand. A pair without curvature does not count.
+    `metric` applies the prior inverse curvature. A pair without curvature is skipped.
     """
     pairs = []
     for step, gradient_change in reversed(history):
@@ -121,7 +128,7 @@ def lbfgs_direction(
         gradient = gradient - coefficient * gradient_change
         pairs.append((step, gradient_change, inverse_product, coefficient, inner))
     gradient, gain = metric(gradient), torch.ones_like(dot(gradient, gradient))
-    for _, gradient_change, inverse_product, _, inner in pairs:  # from the latest: the first that counts says how long
+    for _, gradient_change, inverse_product, _, inner in pairs:  # from the latest, which sets the scale
         is_first = (gain == 1.0) & (inverse_product > 0)
         gain = torch.where(is_first, inner / dot(gradient_change, metric(gradient_change)).clamp(min=1e-30), gain)
     gradient = gain * gradient
@@ -131,6 +138,7 @@ def lbfgs_direction(
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of matrices, over leading axes."""
     return (a * b).sum((-2, -1), keepdim=True)
 
 
@@ -142,21 +150,17 @@ def line_search(
     ridge_weights: Tensor,
     position: Tensor,
     direction: Tensor,
-    tries: int = 4,
 ) -> Tensor:
-    """(ridges,) how far along `way` the objective is least.
+    """Return (ridges,) step lengths that minimise the convex objective along `direction`.
 
-    It is convex there: Newton, and halves or doubles where that leaves what is known to hold the
-    minimum.
+    A Newton step that leaves the bracket of the minimum is replaced by bisection or growth.
     """
-    ridge_curvature, ridge_gradient = (
-        (ridge_weights * direction * direction).sum((1, 2)),
-        (ridge_weights * direction * position).sum((1, 2)),
-    )
+    ridge_curvature = (ridge_weights * direction * direction).sum((1, 2))
+    ridge_gradient = (ridge_weights * direction * position).sum((1, 2))
     true_logits = (truth * direction_logits).sum(-1)
     length = torch.ones_like(ridge_curvature)
     low, high = torch.zeros_like(ridge_curvature), torch.full_like(ridge_curvature, torch.inf)
-    for _ in range(tries):
+    for _ in range(LINE_SEARCH_STEPS):
         p = (logits + length[:, None, None] * direction_logits).softmax(-1)
         mean = (p * direction_logits).sum(-1)
         first = ((mean - true_logits) * sample_weights).sum(-1) + ridge_gradient + length * ridge_curvature
@@ -171,45 +175,43 @@ def line_search(
 
 
 def summed_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """(...,) summed cross-entropy of (..., rows, classes); rows of y = -1 count nothing."""
+    """Return the (...,) summed cross-entropy of (..., samples, classes); y = -1 is padding."""
     log_probabilities = logits.log_softmax(-1)
     index = y.clamp(min=0).expand(log_probabilities.shape[:-1])[..., None]
     return torch.where(y >= 0, -log_probabilities.gather(-1, index)[..., 0], 0.0).sum(-1)
 
 
 def loss_and_gradient(head: Head, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over rows, so clients' add up: the cross-entropy, and its slope (classes, dim + 1)."""
+    """Return the cross-entropy and its gradient (classes, dim + 1) as sums over samples, which add up over clients."""
     real = (y >= 0)[:, None]
     x = torch.where(real, x, 0.0)
     logits = head.logits(x)
     truth = (y[:, None] == torch.arange(logits.shape[1], device=y.device)).to(x.dtype)
-    wrong = torch.where(real, logits.softmax(-1) - truth, 0.0)
+    error = torch.where(real, logits.softmax(-1) - truth, 0.0)
     bordered = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    return summed_cross_entropy(logits, y), wrong.mT @ bordered
+    return summed_cross_entropy(logits, y), error.mT @ bordered
 
 
 def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Which ridge: by the likelihood of validation rows, with USUAL as a belief of a few rows."""
+    """Return the index of the ridge with the highest validation likelihood, under a weak prior around DEFAULT_RIDGE."""
     distance = (ridges / DEFAULT_RIDGE).log10()
     return (summed_cross_entropy(path.heads.logits(x.double()), y) + distance.square() / 8).argmin()
 
 
-QUASI_NEWTON_MEMORY = 8
-MIN_RELATIVE_CURVATURE = 1e-3  # of the largest; directions below it are left to the metric
-SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the reach, after a step that failed and one that did not
-
-
 class QuasiNewtonState(NamedTuple):
-    point: Tensor  # where the clients are asked next
-    base: Tensor  # the best point so far,
-    gradient: Tensor  # its slope
-    loss: Tensor  # and its loss, infinite before the first
-    step_fraction: Tensor  # share of a whole step that is taken
-    steps: Tensor  # (MEMORY, ...) between points, zero where there was none
-    gradient_changes: Tensor  # (MEMORY, ...) what the slope changed by
+    """The server's state between rounds."""
+
+    point: Tensor  # that clients evaluate next
+    base: Tensor  # best point so far
+    gradient: Tensor  # at the base
+    loss: Tensor  # at the base; infinite before the first
+    step_fraction: Tensor  # of a full step that is taken
+    steps: Tensor  # (QUASI_NEWTON_MEMORY, ...) between points, zero where there was none
+    gradient_changes: Tensor  # (QUASI_NEWTON_MEMORY, ...) of these steps
 
 
 def start_state(point: Tensor) -> QuasiNewtonState:
+    """Return the state before the first round."""
     point, none = point.double(), torch.zeros(QUASI_NEWTON_MEMORY, *point.shape, dtype=torch.float64)
     unit = torch.ones((), dtype=torch.float64)
     return QuasiNewtonState(point, point, torch.zeros_like(point), unit * torch.inf, unit, none, none)
@@ -218,13 +220,13 @@ def start_state(point: Tensor) -> QuasiNewtonState:
 def take_quasi_newton_step(
     state: QuasiNewtonState, loss: Tensor, gradient: Tensor, gram: Tensor, anchor: Tensor, ridge: float
 ) -> QuasiNewtonState:
-    """One step, from the mean loss and slope at `walk.point`; `gram` is the mean of x xᵀ, bordered.
+    """Take one step by the mean loss and gradient at `state.point`; `gram` is the mean of bordered x xᵀ.
 
-    A point that is worse than the base is not kept, but what it says of the curvature is.
+    A point that is worse than the base is dropped, but its curvature is used.
     """
     ridge_weights = torch.full_like(gram[0], ridge)
     ridge_weights[-1] = BIAS_RIDGE
-    root = _root(CURVATURE_BOUND * gram.double(), ridge_weights)
+    root = _root(CURVATURE * gram.double(), ridge_weights)
 
     def objective(loss: Tensor, at: Tensor) -> Tensor:
         return loss + (ridge_weights * (at - anchor).square()).sum() / 2
@@ -232,18 +234,16 @@ def take_quasi_newton_step(
     step, gradient_change = state.point - state.base, gradient - state.gradient
     steps = torch.cat([state.steps[1:], step[None]])
     gradient_changes = torch.cat([state.gradient_changes[1:], gradient_change[None]])
-    better = objective(loss, state.point) <= objective(state.loss, state.base)
-    base, gradient = torch.where(better, state.point, state.base), torch.where(better, gradient, state.gradient)
-    step_fraction = torch.where(
-        better, (state.step_fraction * GROWTH_FACTOR).clamp(max=1.0), state.step_fraction * SHRINK_FACTOR
-    )
+    is_better = objective(loss, state.point) <= objective(state.loss, state.base)
+    base, gradient = torch.where(is_better, state.point, state.base), torch.where(is_better, gradient, state.gradient)
+    longer, shorter = (state.step_fraction * GROWTH_FACTOR).clamp(max=1.0), state.step_fraction * SHRINK_FACTOR
+    step_fraction = torch.where(is_better, longer, shorter)
     history = [(s, t + ridge_weights * s) for s, t in zip(steps, gradient_changes, strict=True)]
     objective_gradient = gradient + ridge_weights * (base - anchor)
     direction = lbfgs_direction(objective_gradient, history, lambda q: torch.cholesky_solve(q.mT, root).mT)
     point = (base - step_fraction * direction).float().double()  # as it is sent
-    return QuasiNewtonState(
-        point, base, gradient, torch.where(better, loss, state.loss), step_fraction, steps, gradient_changes
-    )
+    loss = torch.where(is_better, loss, state.loss)
+    return QuasiNewtonState(point, base, gradient, loss, step_fraction, steps, gradient_changes)
 
 
 class Evaluations(NamedTuple):
@@ -302,8 +302,11 @@ def block_bfgs_direction(
 
 
 def _root(curvature: Tensor, ridge_weights: Tensor) -> Tensor:
-    """Of their sum; of a `bend` that is no sum of squares (a lie, or numbers' medians) without
-    what makes it none, so that the step stays one that goes down."""
+    """Return the Cholesky factor of the sum.
+
+    Of a curvature that is not positive (robust means, or an attack) negative eigenvalues are dropped, so that the step
+    stays a descent step.
+    """
     jitter = 1e-12 * (curvature.diagonal() + ridge_weights).abs().mean() * torch.eye(len(curvature))
     root: Tensor
     root, failed = torch.linalg.cholesky_ex(curvature + ridge_weights.diag() + jitter)

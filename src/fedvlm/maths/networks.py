@@ -1,4 +1,9 @@
-"""The pieces of adversarial training: gradient reversal and BatchNorm over real rows only."""
+"""Small networks over flat tensors: linear layers, BatchNorms and activations, and CLIP's contrastive loss.
+
+The tensors of a layer are named by the network and the layer's position: `mask0.weight`, `mask1.mean`. BatchNorm is our
+own because padding must not count and because it has to pass through torch.func. `forward` and `backward` do the same
+for stacked clients with gradients written out, which is several times faster than autograd.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,32 +15,36 @@ from torch.nn.functional import cross_entropy, leaky_relu
 
 from fedvlm.core import Tensors
 
-BATCH_NORM_EPSILON = 1e-5  # BatchNorm's guard against a variance of zero
-BATCH_NORM_MOMENTUM = 0.1  # the weight of a minibatch in the running statistics
+BATCH_NORM_EPSILON = 1e-5  # added to a variance
+BATCH_NORM_MOMENTUM = 0.1  # weight of a minibatch in the running statistics
+MASKED_LOGIT = -1e9  # ignored by a softmax, yet finite, so that no gradient is NaN
+NEGATIVE_SLOPES = {"leaky": 0.01, "relu": 0.0}  # of an activation below 0
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"leaky": F.leaky_relu, "relu": F.relu, "tanh": torch.tanh}
+Layers = tuple[str, ...]  # of "linear", "norm", "leaky", "relu" and "tanh"
+SavedTensors = tuple[Tensor, ...]  # what the gradient of a layer needs of its forward pass
 
 
 def reverse_gradient(x: Tensor) -> Tensor:
-    """x itself, whose gradient comes back with the opposite sign."""
+    """Return x, with the opposite gradient."""
     return 2 * x.detach() - x
 
 
 class Statistics(NamedTuple):
-    """What BatchNorm remembers for rows that come alone."""
+    """The running statistics of a BatchNorm."""
 
     mean: Tensor  # (width,)
     variance: Tensor  # (width,)
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor, by: Statistics) -> Tensor:
-    """BatchNorm by given statistics; a row's result depends on no other row."""
+    """Apply BatchNorm with given statistics; a sample's result depends on no other sample."""
     return (x - by.mean) * (torch.rsqrt(by.variance + BATCH_NORM_EPSILON) * weight) + bias
 
 
 def batch_norm(x: Tensor, real: Tensor, weight: Tensor, bias: Tensor, running: Statistics) -> tuple[Tensor, Statistics]:
-    """BatchNorm of a minibatch and the new running statistics; padded rows have no say.
+    """Apply BatchNorm to a minibatch without its padding; return the new running statistics too.
 
-    A single real row has no variance: it is normalised by the running statistics, and leaves them
-    as they are.
+    A single real sample has no variance: it is normalised by the running statistics, which do not change.
     """
     weights = real.to(x.dtype)
     count = weights.sum()
@@ -46,7 +55,7 @@ def batch_norm(x: Tensor, real: Tensor, weight: Tensor, bias: Tensor, running: S
     variance = torch.where(has_variance, sample_weights @ centred.square(), running.variance)
     out = centred * (torch.rsqrt(variance + BATCH_NORM_EPSILON) * weight) + bias
     unbiased = variance.detach() * (n_real / (count - 1).clamp(min=1))
-    # Without enough rows both ends are the same, and nothing moves.
+    # With a single sample both ends of the interpolation are equal.
     new = Statistics(
         torch.lerp(running.mean, mean.detach(), BATCH_NORM_MOMENTUM),
         torch.lerp(running.variance, unbiased, BATCH_NORM_MOMENTUM),
@@ -54,18 +63,10 @@ def batch_norm(x: Tensor, real: Tensor, weight: Tensor, bias: Tensor, running: S
     return out, new
 
 
-Layers = tuple[str, ...]  # of "linear", "norm", "leaky", "relu" and "tanh"
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "leaky": F.leaky_relu,
-    "relu": F.relu,
-    "tanh": torch.tanh,
-}  # leaky: slope 0.01
-
-
 def initial_parameters(layers: Layers, name: str, widths: Sequence[int], draw: torch.Generator) -> Tensors:
-    """The tensors a stack starts from; `widths` are the inputs of each linear layer and the end.
+    """Return initial tensors; `widths` are the inputs of each linear layer and the output.
 
-    Weights and biases are uniform within ±1/√inputs, PyTorch's own first values.
+    Weights and biases are uniform within ±1/√inputs, as PyTorch initialises them.
     """
     out: Tensors = {}
     remaining_widths = list(widths)
@@ -87,16 +88,16 @@ def initial_parameters(layers: Layers, name: str, widths: Sequence[int], draw: t
 
 
 def running_statistics_keys(*names: str) -> frozenset[str]:
-    """What stacks of these names remember but do not train, however many layers they have."""
+    """Return the names of all running statistics that networks of these names may have."""
     return frozenset(f"{name}{place}.{part}" for name in names for place in range(8) for part in ("mean", "variance"))
 
 
 def apply_layers(
     layers: Layers, name: str, parameters: Tensors, x: Tensor, real: Tensor | None = None
 ) -> tuple[Tensor, Tensors]:
-    """The output of a stack; with `real`, BatchNorm goes by the minibatch and tells its statistics.
+    """Return the output and the new running statistics.
 
-    Without it BatchNorm goes by the running statistics, as it does for rows that are classified.
+    With `real`, BatchNorm uses the minibatch; without it, the running statistics, as in evaluation.
     """
     new: Tensors = {}
     for place, layer in enumerate(layers):
@@ -107,8 +108,7 @@ def apply_layers(
         weight, bias = parameters[f"{prefix}.weight"], parameters[f"{prefix}.bias"]
         if layer == "linear":
             if layers[place + 1 : place + 2] == ("norm",):
-                # BatchNorm takes the bias out again: what is left of its gradient is rounding,
-                # which Adam would blow up to whole steps.
+                # BatchNorm removes the bias: its gradient is rounding error, which Adam would scale up to full steps.
                 bias = bias.detach()
             x = F.linear(x, weight, bias)
             continue
@@ -121,29 +121,35 @@ def apply_layers(
     return x, new
 
 
-NEGATIVE_SLOPES = {"leaky": 0.01, "relu": 0.0}  # of an activation below 0
-SavedTensors = tuple[Tensor, ...]  # what a layer's gradient needs of its way forth
+class StackedNetwork(NamedTuple):
+    """A network of stacked clients: every tensor has a leading axis of clients, and there is no tanh."""
+
+    layers: Layers
+    name: str
+    parameters: Tensors
 
 
 class BatchNormWeights(NamedTuple):
-    """How much each row says to BatchNorm's statistics."""
+    """The weights of samples in BatchNorm's statistics."""
 
-    rows: Tensor  # (clients, rows): 1 / count where a row is real
-    has_variance: Tensor  # (clients, 1, 1) whether there are two real rows, which have a variance
+    samples: Tensor  # (clients, samples): 1 / count where a sample is real
+    has_variance: Tensor  # (clients, 1, 1): whether there are two real samples
     unbiased: Tensor  # (clients, 1, 1): count / (count - 1)
 
 
 def batch_norm_weights(real: Tensor, dtype: torch.dtype) -> BatchNormWeights:
+    """Return the weights of real samples (clients, samples)."""
     count = real.sum(1)
-    some = count.clamp(min=1).to(dtype)[:, None]
-    unbiased = some / (count[:, None] - 1).clamp(min=1)
-    return BatchNormWeights(real / some, (count > 1)[:, None, None], unbiased[..., None])
+    n_real = count.clamp(min=1).to(dtype)[:, None]
+    unbiased = n_real / (count[:, None] - 1).clamp(min=1)
+    return BatchNormWeights(real / n_real, (count > 1)[:, None, None], unbiased[..., None])
 
 
 def forward(
-    layers: Layers, name: str, parameters: Tensors, x: Tensor, norm_weights: BatchNormWeights
+    network: StackedNetwork, x: Tensor, norm_weights: BatchNormWeights
 ) -> tuple[Tensor, list[SavedTensors], Tensors]:
-    """What comes out, what the way back needs, and the new statistics of BatchNorms."""
+    """Return the output, what `backward` needs, and the new running statistics."""
+    layers, name, parameters = network
     saved: list[SavedTensors] = []
     new: Tensors = {}
     for place, layer in enumerate(layers):
@@ -155,41 +161,39 @@ def forward(
         weight, bias = parameters[f"{prefix}.weight"], parameters[f"{prefix}.bias"][:, None]
         if layer == "linear":
             saved.append((x,))
-            if weight.shape[1] == 1:  # a product of one column rounds otherwise for one client
+            if weight.shape[1] == 1:  # a product of one column rounds differently for one client
                 x = (x * weight).sum(2, keepdim=True) + bias
             else:
                 x = torch.baddbmm(bias, x, weight.mT)
             continue
         old = parameters[f"{prefix}.mean"][:, None], parameters[f"{prefix}.variance"][:, None]
-        sample_weights = norm_weights.rows[:, None]
+        sample_weights = norm_weights.samples[:, None]
         mean = torch.where(norm_weights.has_variance, torch.bmm(sample_weights, x), old[0])
         normalised = x - mean
         variance = torch.where(norm_weights.has_variance, torch.bmm(sample_weights, normalised.square()), old[1])
         scale = torch.rsqrt(variance + BATCH_NORM_EPSILON)
         saved.append((normalised.mul_(scale), scale))
         x = torch.addcmul(bias, normalised, weight[:, None])
-        # Without enough rows both ends are the same, and nothing moves.
+        # With a single sample both ends of the interpolation are equal.
         new[f"{prefix}.mean"] = torch.lerp(old[0], mean, BATCH_NORM_MOMENTUM)[:, 0]
         new[f"{prefix}.variance"] = torch.lerp(old[1], variance * norm_weights.unbiased, BATCH_NORM_MOMENTUM)[:, 0]
     return x, saved, new
 
 
 def backward(
-    layers: Layers,
-    name: str,
-    parameters: Tensors,
+    network: StackedNetwork,
     saved: Sequence[SavedTensors],
     gradient: Tensor,
     norm_weights: BatchNormWeights,
     gradients: Tensors,
     needs_input_gradient: bool = True,
 ) -> Tensor:
-    """Writes the gradients of a stack into `slopes`, given that of what comes out of it.
+    """Write the gradients of a network into `gradients`, given that of its output.
 
-    Returns the gradient of what went in, if `inward`. A bias before BatchNorm has none: its
-    place in `slopes` stays as it is.
+    Returns the gradient of the input, if that is needed. A bias before BatchNorm has none: its entry is not written.
     """
-    sample_weights = norm_weights.rows[..., None] * norm_weights.has_variance
+    layers, name, parameters = network
+    sample_weights = norm_weights.samples[..., None] * norm_weights.has_variance
     for place in reversed(range(len(layers))):
         layer, prefix = layers[place], f"{name}{place}"
         if layer in NEGATIVE_SLOPES:
@@ -213,17 +217,13 @@ def backward(
     return gradient
 
 
-MASKED_LOGIT = -1e9  # a logit that no softmax sees, yet finite, so that no gradient is NaN
-
-
 def contrastive_loss(
     x: Tensor, text: Tensor, y: Tensor, real: Tensor, scale: float, mask_duplicates: bool = False
 ) -> Tensor:
-    """The mean over real rows of both directions' cross-entropies.
+    """Return CLIP's loss: the mean over real samples of the cross-entropies of both directions.
 
-    x (rows, dim) unit-norm features, text (classes, dim). Row j is paired with the text of its own
-    class. Two rows of one class are each other's false opposites, so that the loss has a floor;
-    `mask_duplicates` takes them out of the comparison.
+    x (samples, dim) unit-norm features, text (classes, dim). A sample is paired with the text of its class. Two samples
+    of one class are false negatives of each other, so that the loss has a floor; `mask_duplicates` leaves them out.
     """
     logits = scale * x @ text[y].mT
     out = ~real[None, :]

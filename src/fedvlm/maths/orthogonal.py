@@ -1,12 +1,16 @@
-"""Orthogonal maps from skew blocks by the Cayley transform, without building the d x d matrix.
+"""Train orthogonal maps, made by the Cayley transform from skew blocks without building the d x d matrix.
 
-A map of dimension d is a tensor (..., r, m, m) of r blocks of size m = d / r; leading axes are
-batches. Only the skew part P = (S - S^T) / 2 of a block S counts, and Q = (I + P)(I - P)^-1 turns a
-column h into Q h. FedOT trains X with P = (X - X^T) / 2 from X = I; the gradient in X is skew and
-weight decay shrinks the symmetric part on its own, so training S from 0 takes the very same P.
+A map of dimension d is a tensor (..., r, m, m) of r blocks of size m = d / r; leading axes are batches. Only the skew
+part P = (S - S^T) / 2 of a block S counts, and Q = (I + P)(I - P)^-1 turns a column h into Q h. FedOT trains X with
+P = (X - X^T) / 2 from X = I; the gradient in X is skew and weight decay shrinks the symmetric part independently, so
+training S from 0 gives the same P.
+
+`train_clients` takes the steps of `parts.sgd` on the cross-entropy of tau * (Q x) head^T for many clients, by exact
+gradients and low-rank updates of an inverse, because that is many times faster than autograd.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +19,13 @@ from fedvlm.core import Client
 from fedvlm.errors import SettingsError
 from fedvlm.tensors import to_float32
 
-LAPACK_MAX_SIZE = 64  # below this size LAPACK inverts faster than block elimination with matrix products
-MAX_FOLLOW_ERROR = 0.1  # of |I - A R|: where products lead from R to the inverse of A faster than LAPACK
+LAPACK_MAX_SIZE = 64  # up to this size LAPACK inverts faster than block elimination
+MAX_FOLLOW_ERROR = 0.1  # of |I - A R|: below it, iterating from R is faster than LAPACK
+STEPS_PER_INVERSE = 128  # after which the inverse is computed anew, against the drift of rounding
 
 
 def block_size(dim: int, blocks: int) -> int:
-    """m = d / r, or a refusal that lists the numbers of blocks that divide the dimension."""
+    """Return m = d / r; refuse a number of blocks that does not divide the dimension."""
     if blocks < 1 or dim % blocks:
         divisors = ", ".join(str(r) for r in range(1, dim + 1) if dim % r == 0)
         raise SettingsError(
@@ -30,48 +35,49 @@ def block_size(dim: int, blocks: int) -> int:
 
 
 def skew_part(raw: Tensor) -> Tensor:
+    """Return P."""
     return (raw - raw.mT) / 2
 
 
 def identity_like(blocks: Tensor) -> Tensor:
-    """(m, m), which broadcasts against (..., m, m)."""
+    """Return the (m, m) identity, which broadcasts against (..., m, m)."""
     return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
 
 
 def add_identity(blocks: Tensor) -> Tensor:
-    """I + P of blocks P."""
+    """Return I + P of blocks P."""
     out = blocks.clone()
     out.diagonal(dim1=-2, dim2=-1).add_(1)
     return out
 
 
 def split(x: Tensor, blocks: int) -> Tensor:
-    """(..., rows, d) -> (..., r, rows, m)"""
+    """Reshape (..., rows, d) to (..., r, rows, m)."""
     return x.reshape(*x.shape[:-1], blocks, -1).transpose(-3, -2)
 
 
 def join(parts: Tensor) -> Tensor:
-    """(..., r, rows, m) -> (..., rows, d)"""
+    """Reshape (..., r, rows, m) to (..., rows, d)."""
     return parts.transpose(-3, -2).flatten(-2)
 
 
 def orthogonal(raw: Tensor) -> Tensor:
-    """(..., r, m, m): the orthogonal blocks Q; the factors of Q commute, so one solve does."""
+    """Return the orthogonal blocks Q (..., r, m, m); their factors commute, so one solve suffices."""
     skew = skew_part(raw)
     eye = identity_like(raw)
-    turn: Tensor = torch.linalg.solve(eye - skew, eye + skew)
-    return turn
+    blocks: Tensor = torch.linalg.solve(eye - skew, eye + skew)
+    return blocks
 
 
 def rotate(raw: Tensor, x: Tensor) -> Tensor:
-    """(..., rows, d): every row h of x as Q h, from Q = 2 (I - P)^-1 - I."""
+    """Return (..., rows, d): every row h of x as Q h, from Q = 2 (I - P)^-1 - I."""
     parts = split(x, raw.shape[-3])
     denominator = identity_like(raw) - skew_part(raw)
     return join(2 * torch.linalg.solve(denominator, parts.mT).mT - parts)
 
 
 def dense(blocks: Tensor) -> Tensor:
-    """(..., 1, d, d): blocks on the diagonal of one."""
+    """Return (..., 1, d, d): one block with the blocks on its diagonal."""
     *lead, r, m, _ = blocks.shape
     eye = torch.eye(r, dtype=blocks.dtype, device=blocks.device)
     spread = blocks[..., :, :, None, :] * eye[:, None, :, None]  # (..., r, m, r, m)
@@ -79,26 +85,26 @@ def dense(blocks: Tensor) -> Tensor:
 
 
 def orthogonality_error(blocks: Tensor) -> float:
-    """The largest entry of |Q^T Q - I|."""
+    """Return the largest entry of |Q^T Q - I|."""
     return (blocks.mT @ blocks - identity_like(blocks)).abs().max().item()
 
 
 def condition_number(blocks: Tensor) -> float:
-    """κ = σ_max / σ_min of the block-diagonal map."""
+    """Return κ = σ_max / σ_min of the block-diagonal map."""
     values: Tensor = torch.linalg.svdvals(blocks.double())
     return (values.max() / values.min()).item()
 
 
 def degrees_of_freedom(dim: int, blocks: int) -> int:
-    """d (d/r - 1) / 2 of an orthogonal map in r blocks."""
+    """Return d (d/r - 1) / 2 of an orthogonal map in r blocks."""
     return dim * (block_size(dim, blocks) - 1) // 2
 
 
 def inverse(a: Tensor) -> Tensor:
-    """(..., m, m) inverse of I + P with P skew, by block elimination; no pivots are needed.
+    """Return the (..., m, m) inverse of I + P with P skew, by block elimination without pivots.
 
-    The symmetric part of I + P is I and that of every Schur complement is at least I, so no
-    pivot is ever small; matrix products are 2-3 times faster than a pivoted inverse.
+    The symmetric part of I + P is I and that of every Schur complement is at least I, so no pivot is small; matrix
+    products are 2 to 3 times faster than a pivoted inverse.
     """
     if a.shape[-1] <= LAPACK_MAX_SIZE:
         return small_inverse(a)
@@ -109,7 +115,7 @@ def inverse(a: Tensor) -> Tensor:
 
 
 def eliminate(a: Tensor, out: Tensor) -> None:
-    """Writes the inverse of one (m, m) matrix; its halves are inverted where they will stand."""
+    """Write the inverse of one (m, m) matrix; its halves are inverted in place."""
     midpoint = len(a) // 2
     if len(a) <= LAPACK_MAX_SIZE:
         out.copy_(small_inverse(a))
@@ -124,7 +130,7 @@ def eliminate(a: Tensor, out: Tensor) -> None:
 
 
 def small_inverse(a: Tensor) -> Tensor:
-    """(..., m, m) inverse by LAPACK, which for more than 32 rows is faster from the right."""
+    """Return the (..., m, m) inverse by LAPACK, which above 32 rows is faster from the right."""
     if a.shape[-1] <= LAPACK_MAX_SIZE // 2:
         result: Tensor = torch.linalg.inv_ex(a).inverse
         return result
@@ -134,10 +140,9 @@ def small_inverse(a: Tensor) -> Tensor:
 
 
 def update_inverse(old_inverse: Tensor, a: Tensor) -> Tensor:
-    """The inverse of `a` from one of a matrix near by: R (I + E + E²), E = I - A R, leaves E³.
+    """Return the inverse of `a` from that of a nearby matrix: R (I + E + E²) with E = I - A R leaves E³.
 
-    In small blocks its three products cost a fifth of an inverse; a large matrix, or one that is
-    not near, is inverted.
+    In small blocks its three products cost a fifth of an inverse; a large or distant matrix is inverted.
     """
     if a.shape[-1] > LAPACK_MAX_SIZE:
         return inverse(a)
@@ -153,12 +158,12 @@ def update_inverse(old_inverse: Tensor, a: Tensor) -> Tensor:
 
 
 def gradients(head: Tensor, resolvent: Tensor, x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The exact gradients, in the head W and the skew blocks P, of the cross-entropy of (Q x) W^T.
+    """Return the exact gradients, in the head W and the skew blocks P, of the cross-entropy of (Q x) W^T.
 
-    head (..., K, d), back (..., r, m, m), x (..., B, d) unit-norm times tau; wanted and weight are
-    those of `lesson`. With R = (I + P)^-1 (`back`), M = W R^T, the softmax error E, C = E^T X and
-    N = C R they are 2 N - C and M^T N - N^T M (half of what a free P would have, as X of
-    P = (X - X^T) / 2 has); dividing Q h by its norm would change neither.
+    head (..., K, d), resolvent (..., r, m, m), x (..., B, d) unit-norm times tau; target and weight are those of
+    `cross_entropy_terms`. With the resolvent R = (I + P)^-1, M = W R^T, the softmax error E, C = E^T X and N = C R they
+    are 2 N - C and M^T N - N^T M (half of the gradient in a free P, as in X of P = (X - X^T) / 2); dividing Q h by its
+    norm would change neither.
     """
     blocks = resolvent.shape[-3]
     turned_head = split(head, blocks) @ resolvent.mT  # M
@@ -171,18 +176,17 @@ def gradients(head: Tensor, resolvent: Tensor, x: Tensor, target: Tensor, weight
 
 
 def cross_entropy_terms(y: Tensor, real: Tensor, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(..., B, K) and (..., B, 1): the softmax times weight plus wanted is the gradient in the
-    logits of the mean cross-entropy over the real rows."""
+    """Return target (..., B, K) and weight (..., B, 1).
+
+    softmax * weight + target is the gradient in the logits of the mean cross-entropy over real samples.
+    """
     weight = (real.to(dtype) / real.sum(-1, keepdim=True).clamp(min=1))[..., None]
     return -weight * torch.nn.functional.one_hot(y, classes), weight
 
 
-STEPS_PER_INVERSE = 128  # steps after which the inverse is computed anew, against the drift of rounding
-
-
 @dataclass(frozen=True)
 class SgdStep:
-    """How far a step goes."""
+    """The settings of a step, and the temperature of the logits."""
 
     lr: float  # η
     momentum: float
@@ -191,25 +195,23 @@ class SgdStep:
 
     @property
     def refresh(self) -> int:
-        """Steps between two inverses; the map's own decay waits until then, being below 1e-5."""
+        """Return the steps between two inverses; weight decay of the map is applied then, being below 1e-5."""
         shrink = self.lr * self.weight_decay
         return STEPS_PER_INVERSE if shrink * STEPS_PER_INVERSE <= 1e-5 else int(1e-5 / shrink)
 
 
 def is_low_rank_faster(size: int, classes: int, batch: int, sgd: SgdStep) -> bool:
-    """Whether the inverse of blocks of this size should follow the steps (see walk_low_rank)."""
-    tiny = sgd.momentum <= 1e-3 and sgd.refresh >= 16
-    return tiny and 8 * min(classes, batch) <= size
+    """Return whether low-rank updates of the inverse are faster for blocks of this size."""
+    return sgd.momentum <= 1e-3 and sgd.refresh >= 16 and 8 * min(classes, batch) <= size
 
 
 def train_clients(head: Tensor, raw: Tensor, client: Client, sgd: SgdStep) -> tuple[Tensor, Tensor]:
-    """Walks every client's minibatches: head (clients, K, d), raw (clients, r, m, m), both new.
+    """Train on every client's minibatches; return new heads (clients, K, d) and skew parts (clients, r, m, m).
 
-    A gradient has rank 2 min(K, B). Where that is small beside a block and momentum and decay are
-    tiny (as in FedOT: 5e-4), the inverse follows each step by an update of that rank. A map comes
-    back as its skew part.
+    A gradient has rank 2 min(K, B). Where that is small beside a block and momentum and weight decay are tiny (in FedOT
+    5e-4), each step updates the inverse by a matrix of that rank.
     """
-    with torch.inference_mode():  # a tenth faster; what is stacked or cloned outside is ordinary
+    with torch.inference_mode():  # 10 % faster; the results are stacked outside of it
         if is_low_rank_faster(raw.shape[-1], head.shape[-2], client.order.shape[-1], sgd):
             fields = (head, raw, client.x, client.y, client.order)
             results = [train_low_rank(*client_tensors, sgd) for client_tensors in zip(*fields, strict=True)]
@@ -219,7 +221,7 @@ def train_clients(head: Tensor, raw: Tensor, client: Client, sgd: SgdStep) -> tu
 
 
 def train_stacked(head: Tensor, raw: Tensor, client: Client, sgd: SgdStep) -> tuple[Tensor, Tensor]:
-    """The inverse of every step, all clients stacked: any momentum, any decay, any block size."""
+    """Invert at every step, with all clients stacked: for any momentum, weight decay and block size."""
     trained = [head.clone(), skew_part(raw)]
     velocities = [torch.zeros_like(value) for value in trained]
     clients = torch.arange(len(raw), device=raw.device)[:, None]
@@ -244,33 +246,31 @@ def train_stacked(head: Tensor, raw: Tensor, client: Client, sgd: SgdStep) -> tu
 def train_low_rank(
     head: Tensor, raw: Tensor, x: Tensor, y: Tensor, order: Tensor, sgd: SgdStep
 ) -> tuple[Tensor, Tensor]:
-    """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
+    """Train one client: head (K, d), raw (r, m, m), x (samples, d), y (samples,), order (steps, batch)."""
     order = order[(order >= 0).any(1)]
-    narrow = head.shape[0] <= order.shape[1]  # the smaller of K and B bears the rank
+    narrow = head.shape[0] <= order.shape[1]  # the smaller of K and B is the rank
     heads = torch.stack([split(head, len(raw))] * (1 + narrow))
-    velocities, skew, last_factors = torch.zeros_like(heads), subtract_transpose(raw).div_(2), None
+    state = LowRankState(heads, torch.zeros_like(heads), subtract_transpose(raw).div_(2), None)
     chunks = torch.split(order, sgd.refresh) if len(order) else ()
     for number, chunk in enumerate(chunks, 1):
-        is_last = number == len(chunks)
-        velocities, last_factors = run_low_rank_steps(heads, velocities, skew, last_factors, x, y, chunk, sgd, is_last)
-    return join(heads[0]), skew
+        state = run_low_rank_steps(state, x, y, chunk, sgd, is_last=number == len(chunks))
+    return join(heads[0]), state.skew
 
 
 def subtract_transpose(blocks: Tensor) -> Tensor:
-    """X - X^T of (r, m, m), exactly skew; a copy of one transposed block is 3 times faster."""
+    """Return X - X^T of (r, m, m), exactly skew; block by block is 3 times faster."""
     return torch.stack([block - block.mT.contiguous() for block in blocks])
 
 
 class ResolventTracker:
-    """R = (I + P)^-1 that follows P's steps L^T J L, with L = [V; U] and J = [0, -I; I, 0].
+    """Update R = (I + P)^-1 by P's steps L^T J L, with L = [V; U] and J = [0, -I; I, 0].
 
-    By Woodbury it is R - (R L^T) B (L R) after a step, with B = (L R L^T - J)^-1. L R waits for the
-    next step, where one product with R gives it together with the next U: it is not needed before,
-    for z R after the step is (z - z (R L^T) B L) R.
+    By Woodbury it is R - (R L^T) B (L R) after a step, with B = (L R L^T - J)^-1. L R is computed in the next step by
+    one product with R, together with the next U: until then z R is (z - z (R L^T) B L) R.
 
-    With momentum μ, all that a gradient will ever do to P is its first push times 1 / (1 - μ); P
-    and R take that at once, and the tail gives back the μ-th part of the last push: the true R has
-    B + μ B J B in place of B. What is missing weighs μ² and less, under float32's rounding.
+    With momentum μ, the total effect of a gradient on P is its first one times 1 / (1 - μ). P and R take that at once,
+    and the true R is corrected by the part μ of the last step that is still to come: it has B + μ B J B in place of B.
+    The remaining error is of order μ², below the rounding of float32.
     """
 
     def __init__(self, skew: Tensor, rank: int, last: Tensor | None, momentum: float) -> None:
@@ -284,11 +284,11 @@ class ResolventTracker:
         if last is not None:
             self.sides.copy_(last)
         self.left_products = torch.bmm(self.factors, self.resolvent.mT)  # R L^T
-        self.momentum_core = momentum * self.flip.expand(len(skew), -1, -1)  # B of R less that of the true R
+        self.momentum_core = momentum * self.flip.expand(len(skew), -1, -1)  # B of R minus that of the true R
         self.core, self.true_core = torch.zeros_like(self.momentum_core), -self.momentum_core  # B of R, B of the true R
 
     def prepare_update(self) -> None:
-        """What P took in the last step is made ready for R."""
+        """Compute B of the last step."""
         self.left_products = torch.bmm(self.factors, self.resolvent.mT)
         crossed = torch.baddbmm(self.flip, self.factors, self.left_products.mT, beta=-1)
         self.core = core = small_inverse(crossed)
@@ -296,12 +296,12 @@ class ResolventTracker:
         self.true_core = core - self.momentum_core
 
     def update_head_product(self, head_product: Tensor) -> None:
-        """W R^T of the R before the last step becomes that of the true R after it."""
+        """Turn W R^T of the R before the last step into that of the true R after it."""
         onto = torch.bmm(torch.bmm(head_product, self.factors.mT), self.true_core.mT)
         head_product.baddbmm_(onto, self.left_products, alpha=-1)
 
     def multiply_and_update(self, factor: Tensor) -> Tensor:
-        """U: rows times the true R; R itself takes the last step."""
+        """Return U, the rows times the true R, and apply the last step to R."""
         onto = torch.bmm(torch.bmm(factor, self.left_products.mT), self.true_core)
         torch.baddbmm(factor, onto, self.factors, alpha=-1, out=self.first)
         products = torch.bmm(self.operands, self.resolvent)
@@ -310,28 +310,29 @@ class ResolventTracker:
         return products[:, : self.rank]
 
     def correct_momentum(self, turned: Tensor, rows: Tensor, sign: int) -> None:
-        """Adds to rows times R^T (sign 1) what they have by the true R, or takes it away (-1)."""
+        """Add the momentum's correction to rows times R^T (sign 1), or remove it (-1)."""
         onto = torch.bmm(torch.bmm(rows, self.factor_products.mT), self.momentum_core.mT)
         turned.baddbmm_(onto, self.left_products, alpha=sign)
 
 
-def run_low_rank_steps(
-    heads: Tensor,  # (2, r, K, m): W and M = W R^T; where K > B it is W alone
-    velocities: Tensor,  # of both
-    skew: Tensor,
-    last_factors: Tensor | None,  # (2, r, k, m): V and U of the step before
-    x: Tensor,
-    y: Tensor,
-    order: Tensor,
-    sgd: SgdStep,
-    is_last: bool,
-) -> tuple[Tensor, Tensor]:
-    """The steps between two inverses; changes both and skew in place, returns speeds and last.
+class LowRankState(NamedTuple):
+    """What `run_low_rank_steps` continues from."""
 
-    The gradient is V^T U - U^T V with V of M and U of tau N (see cayley.gradients), and V times the
-    rate is what P takes at once. The smaller of K and B bears the rank: M follows W where that is
-    K, else the rows of the minibatch are turned instead of W.
+    heads: Tensor  # (2, r, K, m): W and M = W R^T; only W where K > B
+    velocities: Tensor  # of the heads
+    skew: Tensor  # (r, m, m)
+    factors: Tensor | None  # (2, r, k, m): V and U of the step before
+
+
+def run_low_rank_steps(
+    state: LowRankState, x: Tensor, y: Tensor, order: Tensor, sgd: SgdStep, is_last: bool
+) -> LowRankState:
+    """Take the steps between two inverses; heads and skew are changed in place.
+
+    The gradient is V^T U - U^T V with V of M and U of tau N (see `gradients`). The smaller of K and B is the rank: if
+    it is K, M is updated with W, else the samples of the minibatch are rotated instead of W.
     """
+    heads, velocities, skew, last_factors = state
     rows, real = order.clamp(min=0), order >= 0
     target, sample_weights = cross_entropy_terms(y[rows].clamp(min=0), real, heads.shape[2], heads.dtype)
     samples = to_float32(x.index_select(0, rows.flatten())).mul_(sgd.tau)  # 6 times faster than x[rows]
@@ -354,7 +355,7 @@ def run_low_rank_steps(
             gradient_rows = error.mT @ h
             u = tracker.multiply_and_update(gradient_rows)
             torch.mul(head_product, effective_lr, out=sides[0])
-            # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: W's way to M is for free
+            # (2 u - gradient_rows) R^T is u, because R R^T = (R + R^T) / 2: M's gradient comes for free
             moves = torch.stack([torch.lerp(gradient_rows, u, 2), u])
         else:
             u = tracker.multiply_and_update(h)
@@ -372,10 +373,10 @@ def run_low_rank_steps(
         if narrow:
             tracker.correct_momentum(head_product, head, -1)
 
-    last_factors = sides.clone()
-    if is_last:  # the last push has not done all it will
+    factors = sides.clone()
+    if is_last:  # momentum of the last step does not act any more
         updates[0][:, -1].mul_(1 - sgd.momentum)
     v, u = updates.flatten(2, 3)
     keep = 1 - effective_lr * sgd.weight_decay
     skew.mul_(keep ** len(order)).add_(subtract_transpose(u.mT @ v), alpha=keep ** ((len(order) - 1) / 2))
-    return velocities, last_factors
+    return LowRankState(heads, velocities, skew, factors)

@@ -1,4 +1,14 @@
-"""What noise buys, by the `dp-accounting` library, and what a client keeps to itself."""
+"""Add noise that protects samples, count the ε that it buys, and measure membership inference.
+
+Noise that protects somebody is drawn from the system's entropy: torch's generator takes 32 bits of its seed, so that
+whoever has an upload can try them all and subtract the noise.
+
+The low bits of a floating-point sum reveal its terms (Mironov, On significance of the least significant bits for
+differential privacy, CCS 2012). So a noisy sum is computed in float64 and rounded to a grid that is far coarser than
+those bits and far finer than the noise.
+
+ε is computed by the dp-accounting library. The ROC area is our own: it takes four lines, and scikit-learn is optional.
+"""
 
 import math
 import os
@@ -11,37 +21,34 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Tensors
+from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, POSITIVE_FRACTION, check_range
 from fedvlm.errors import SettingsError
 
-# Whole orders only: fractional ones do not always converge, and say so on the terminal.
+# Integer orders only: fractional ones do not always converge, and print warnings.
 ORDERS = (*range(2, 65), *(2**k for k in range(7, 15)))
+GRID_BITS = 10  # the grid's step is a power of two, 2^-10 to 2^-11 of the noise's std
+Draw = Callable[..., Tensor]  # standard normal numbers of a shape, in float64
 
 
 def spent(noise_multiplier: float, releases: int, delta: float) -> dict[str, float]:
-    """For the record of a client: ε and δ of so many releases; nothing where there is no noise."""
+    """Return ε and δ of so many releases for the record of a client; nothing without noise."""
     if not noise_multiplier:
         return {}
     return {"epsilon": epsilon(noise_multiplier, releases, delta=delta), "delta": delta}
 
 
 def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, delta: float = 1e-5) -> float:
-    """ε at `delta` of `steps` releases of a sum, each with noise of this multiple of the clip.
+    """Return ε at `delta` of `steps` releases of a sum, with noise whose std is this multiple of the clip.
 
-    The clip bounds what one member adds to a sum, and neighbours differ by one member more or
-    less. `sampling_rate` is the chance with which each member is in a step, drawn anew and alone
-    every time (Poisson); rows that are shuffled are not, and take the default 1, which assumes
-    that every member is in every step. There it is the exact value, else a bound by Rényi
+    The clip bounds what one member adds to a sum; neighbouring data sets differ by one member. `sampling_rate` is the
+    probability that a member is in a step, drawn independently each time (Poisson). Shuffled samples are not drawn so:
+    use the default 1, which assumes that every member is in every step. There ε is exact, else it is a bound by Rényi
     divergences. Without noise it is infinite, without steps 0.
     """
-    if not noise_multiplier >= 0 or steps < 0:
-        raise SettingsError(
-            f"a noise multiplier of {noise_multiplier} over {steps} steps has no ε; neither is negative"
-        )
-    if not 0 < delta < 1 or not 0 < sampling_rate <= 1:
-        raise SettingsError(
-            f"delta = {delta} lies between 0 and 1, and sampling_rate = {sampling_rate} is at "
-            "most 1 and above 0; correct them (a usual delta is 1e-5)"
-        )
+    check_range("noise_multiplier", noise_multiplier, NON_NEGATIVE)
+    check_range("steps", steps, NON_NEGATIVE)
+    check_range("delta", delta, OPEN_FRACTION)
+    check_range("sampling_rate", sampling_rate, POSITIVE_FRACTION)
     if steps == 0:
         return 0.0
     if noise_multiplier == 0:
@@ -51,7 +58,7 @@ def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, del
         renyi: Any = import_module("dp_accounting.rdp")
     except ImportError as error:
         raise SettingsError("the privacy of noise is counted by dp-accounting; install fedvlm[privacy]") from error
-    # Gaussians compose to one Gaussian whose noise is less by the root of their number.
+    # Gaussian mechanisms compose to one whose noise is divided by the root of their number.
     unsampled_epsilon = float(dp.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), delta))
     if sampling_rate == 1:
         return unsampled_epsilon
@@ -61,12 +68,8 @@ def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, del
     return min(unsampled_epsilon, float(accountant.get_epsilon(delta)))  # sampling never costs privacy
 
 
-Draw = Callable[..., Tensor]  # standard normal numbers of a shape, in float64
-GRID_BITS = 10  # the grid's step is a power of two, 2^-10 to 2^-11 of the noise's deviation
-
-
 def secure_normal(*shape: int) -> Tensor:
-    """Of the system's entropy, by Box and Muller: a radius and an angle of 64 bits make two."""
+    """Draw from the system's entropy by Box and Muller: 64 bits each for a radius and an angle give two numbers."""
     count = math.prod(shape)
     pairs = -(-count // 2)
     bits = np.frombuffer(os.urandom(16 * pairs), np.uint64)
@@ -77,17 +80,17 @@ def secure_normal(*shape: int) -> Tensor:
 
 
 def seeded_normal(generator: torch.Generator) -> Draw:
-    """For simulations, which are to be repeated and protect nobody."""
+    """Return a reproducible source of noise, for simulations, which protect nobody."""
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def grid_step(std: float) -> float:
-    """Of the grid that a sum with noise of this deviation is rounded to."""
+    """Return the step of the grid to which a sum with noise of this std is rounded."""
     return 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
 
 
 def add_noise(value: Tensor, std: float, normal: Tensor) -> Tensor:
-    """value + deviation · normal, rounded to the grid, in the type of the value."""
+    """Return value + std · normal, rounded to the grid, in the dtype of the value."""
     if not std:
         return value
     grid = grid_step(std)
@@ -96,7 +99,7 @@ def add_noise(value: Tensor, std: float, normal: Tensor) -> Tensor:
 
 
 def clipped_sum(gradients: Tensors, clip: float, real: Tensor) -> Tensors:
-    """The sum over rows of gradients (rows, ...) that together are at most `clip` long per row."""
+    """Return the sum of gradients (samples, ...), each sample's clipped to norm `clip` over all tensors."""
     squares = [value.flatten(1).square().sum(1) for value in gradients.values()]
     norms = torch.stack(squares).sum(0).sqrt()
     scale = torch.where(real, (clip / norms.clamp(min=1e-30)).clamp(max=1.0), 0.0)
@@ -104,7 +107,7 @@ def clipped_sum(gradients: Tensors, clip: float, real: Tensor) -> Tensors:
 
 
 def add_noise_to_all(total: Tensors, std: float, noise: Tensor) -> Tensors:
-    """Adds normal noise of this deviation to every number; `noise` is flat and standard normal."""
+    """Add normal noise of this std to every number; `noise` is flat and standard normal."""
     parts = torch.split(noise, [value.numel() for value in total.values()])
     return {
         key: add_noise(value, std, part.view(value.shape))
@@ -113,33 +116,26 @@ def add_noise_to_all(total: Tensors, std: float, noise: Tensor) -> Tensors:
 
 
 def orthonormal_factors(matrix: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, rank) with orthonormal columns and (rank, columns) with orthonormal rows.
+    """Return (rows, rank) with orthonormal columns and (rank, columns) with orthonormal rows.
 
-    One power iteration from `draw` (columns, rank) towards the matrix's leading directions.
+    They come from one power iteration from `draw` (columns, rank) towards the matrix's leading directions.
     """
     left_factor, _ = torch.linalg.qr(matrix @ draw)
     right_factor, _ = torch.linalg.qr(matrix.mT @ left_factor)
     return left_factor, right_factor.mT
 
 
-def project_gradient(
-    left_factor: Tensor, right_factor: Tensor, left_gradient: Tensor, right_gradient: Tensor
-) -> Tensor:
-    """A gradient of the whole matrix from those of its two orthonormal factors.
+def project_gradient(left: Tensor, right: Tensor, left_gradient: Tensor, right_gradient: Tensor) -> Tensor:
+    """Return a gradient of the matrix from those of its two orthonormal factors.
 
-    It is the gradient's projection on the matrices that share columns with `left` or rows with
-    `right`; the last term takes away what both would count (Yu et al., Large scale private learning
-    via low-rank reparametrization, ICML 2021).
+    It is the gradient's projection on the matrices that share columns with `left` or rows with `right`; the last term
+    removes what both count (Yu et al., Large scale private learning via low-rank reparametrization, ICML 2021).
     """
-    return (
-        left_gradient @ right_factor
-        + left_factor @ right_gradient
-        - left_factor @ (left_factor.mT @ left_gradient) @ right_factor
-    )
+    return left_gradient @ right + left @ right_gradient - left @ (left.mT @ left_gradient) @ right
 
 
 def roc_auc(members: Tensor, non_members: Tensor) -> float:
-    """The chance that a member scores above another row; half a chance where they tie."""
+    """Return the probability that a member scores above a non-member; ties count half."""
     ordered = non_members.sort().values
     below = torch.searchsorted(ordered, members) + torch.searchsorted(ordered, members, right=True)
     return (below.double().mean() / (2 * len(non_members))).item()
@@ -148,9 +144,9 @@ def roc_auc(members: Tensor, non_members: Tensor) -> float:
 def roc_auc_by_class(
     members: Tensor, member_labels: Tensor, non_members: Tensor, non_member_labels: Tensor
 ) -> float | None:
-    """`area` within each class, classes weighing as many as their pairs; None without a pair.
+    """Return `roc_auc` within each class, averaged by number of pairs; None without a pair.
 
-    Within a class, because else a score that only knows which classes are common would pass.
+    Within a class, because otherwise a score that only depends on the class would look like membership.
     """
     total = pairs = 0.0
     for label in sorted(set(member_labels.tolist())):
@@ -162,10 +158,9 @@ def roc_auc_by_class(
 
 
 def mean_similarities(x: Tensor, y: Tensor, means: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scores of rows by an uploaded mean: likeness to it, and to what sets it apart.
+    """Return two membership scores by an uploaded mean: similarity to it, and to its deviation from what is expected.
 
-    `means` and `known` (classes, dim) are the client's and what the others' uploads lead one to
-    expect, zero where they say nothing. A mean of n rows leans towards each of them by 1/n, which
-    shows best once the direction that all rows of the class share has been taken away.
+    `means` and `expected` (classes, dim) are the client's and those of other clients' uploads, zero where unknown. A
+    mean of n samples contains each of them by 1/n, which shows best without the direction that the class shares.
     """
     return (x * means[y]).sum(dim=1), (x * (means - expected)[y]).sum(dim=1)

@@ -1,8 +1,7 @@
-"""CLIP's ResNet image towers, as a function of a state dict with OpenAI's names.
+"""Run CLIP's ResNet image towers as a function of a state dict with OpenAI's names.
 
-Three convolutions in place of one at the start, average pooling before every convolution that would
-stride, and at the end attention in place of a mean: the mean of the last map asks, all its places
-answer.
+They have three convolutions in place of one at the start, average pooling before every strided convolution, and at the
+end attention in place of a mean: the mean of the last feature map is the query, all its positions are keys.
 """
 
 from collections.abc import Mapping
@@ -13,18 +12,18 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, batch_norm, conv2d, linear, relu
 
 Weights = Mapping[str, Tensor]
-STRIDE = 32  # pixels of a place of the last map, along an edge
-HEAD = 64  # numbers of an attention head
+STRIDE = 32  # pixels per position of the last feature map, along an edge
+HEAD = 64  # width of an attention head
 STAGES = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a state dict says of its tower."""
+    """The shape of a tower, read from its state dict."""
 
     blocks: tuple[int, ...]  # of each stage
     width: int
-    edge: int  # places of the last map, along an edge
+    edge: int  # positions of the last feature map, along an edge
     dim: int
 
     @property
@@ -33,12 +32,12 @@ class Shape:
 
     @property
     def channels(self) -> int:
-        """Of the last map."""
+        """Return the channels of the last feature map."""
         return 32 * self.width
 
 
 def shape_of(weights: Weights) -> Shape:
-    """Raises KeyError on a name that is missing, and ValueError on a tower of another kind."""
+    """Read the shape; raise KeyError on a missing name and ValueError on a tower of another kind."""
     blocks = []
     for stage in STAGES:
         block_numbers = {key.split(".")[1] for key in weights if key.startswith(f"layer{stage}.")}
@@ -50,14 +49,14 @@ def shape_of(weights: Weights) -> Shape:
     width = weights["layer1.0.conv1.weight"].shape[0]
     shape = Shape(tuple(blocks), width, edge, weights["attnpool.c_proj.weight"].shape[0])
     if edge**2 != places or weights["attnpool.q_proj.weight"].shape[0] != shape.channels:
-        raise ValueError(f"its attention pool has {places} places and does not fit width {width}")
+        raise ValueError(f"its attention pool has {places} positions, which does not fit width {width}")
     if shape.channels % HEAD:
-        raise ValueError(f"its width {width} does not divide into heads of {HEAD} numbers")
+        raise ValueError(f"its width {width} is not divisible into attention heads of {HEAD}")
     return shape
 
 
 def embed(weights: Weights, shape: Shape, pixels: Tensor, patches: bool) -> Tensor:
-    """(images, 1, dim) pooled, or (images, 1 + places, dim) with every place asking as well."""
+    """Return (images, 1, dim) pooled, or (images, 1 + positions, dim) with a query at every position."""
     x = pixels
     for number, stride in ((1, 2), (2, 1), (3, 1)):
         x = relu(_normed(weights, x, f"conv{number}", f"bn{number}", stride=stride, padding=1))
@@ -70,7 +69,7 @@ def embed(weights: Weights, shape: Shape, pixels: Tensor, patches: bool) -> Tens
 
 
 def _normed(weights: Weights, x: Tensor, conv: str, norm: str, stride: int = 1, padding: int = 0) -> Tensor:
-    """A convolution and the batch norm behind it, by the statistics it was trained with."""
+    """Apply a convolution and its batch norm, with the statistics it was trained with."""
     x = conv2d(x, weights[f"{conv}.weight"], None, stride, padding)
     means, spread = weights[f"{norm}.running_mean"], weights[f"{norm}.running_var"]
     return batch_norm(x, means, spread, weights[f"{norm}.weight"], weights[f"{norm}.bias"])
@@ -88,7 +87,7 @@ def _block(weights: Weights, name: str, x: Tensor, stride: int) -> Tensor:
 
 
 def _attention(weights: Weights, places: Tensor, heads: int, patches: bool) -> Tensor:
-    """(images, places, channels) -> (images, asking, dim)."""
+    """Pool (images, positions, channels) to (images, queries, dim)."""
 
     def project(x: Tensor, part: str) -> Tensor:
         return linear(x, weights[f"attnpool.{part}.weight"], weights[f"attnpool.{part}.bias"])
@@ -98,7 +97,7 @@ def _attention(weights: Weights, places: Tensor, heads: int, patches: bool) -> T
 
     tokens = torch.cat([places.mean(1, keepdim=True), places], dim=1)
     tokens = tokens + weights["attnpool.positional_embedding"]
-    asking = tokens if patches else tokens[:, :1]
-    q, k, v = (split(project(x, part)) for x, part in ((asking, "q_proj"), (tokens, "k_proj"), (tokens, "v_proj")))
+    queries = tokens if patches else tokens[:, :1]
+    q, k, v = (split(project(x, part)) for x, part in ((queries, "q_proj"), (tokens, "k_proj"), (tokens, "v_proj")))
     attended = (q * HEAD**-0.5 @ k.mT).softmax(dim=-1) @ v
     return project(attended.transpose(-2, -3).flatten(-2), "c_proj")

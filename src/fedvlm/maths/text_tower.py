@@ -1,11 +1,9 @@
-"""Class text features from learned context vectors, through a frozen causal text transformer.
+"""Encode prompts: class features from learned context vectors, through a frozen causal text transformer.
 
-A prompt is [SOS][context][class name and what the template has behind it][EOT] and its feature is
-read at EOT. Attention is causal,
-so SOS and context look the same to every class: they are encoded once, and each class's suffix
-attends to their keys and values. What follows EOT cannot reach it and is never computed. Both are
-exact. The attention is written out here because it has to be causal whatever the library's
-attention backend does, and has to pass through torch.func.
+A prompt is [SOS][context][class name and the rest of the template][EOT] and its feature is read at EOT. Attention is
+causal, so SOS and context are the same for every class: they are encoded once, and each class's suffix attends to their
+keys and values. Tokens behind EOT do not affect it and are not computed. Both are exact. The attention is our own code
+because it has to be causal whatever the library's backend does, and has to pass through torch.func.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +20,8 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
 
 from fedvlm.errors import SettingsError
 
-MAX_CACHED_PROMPTS = 32  # prompts whose features a tower keeps: the clients of a round
-MAX_CACHE_BYTES = 64 << 20  # bytes of them: CoCoOp has a prompt for every image
+MAX_CACHED_PROMPTS = 32  # whose features a tower keeps: those of the clients of a round
+MAX_CACHE_BYTES = 64 << 20  # CoCoOp has a prompt for every image
 QUICK_GELU_SCALE = 1.702  # of CLIP's quick GELU
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_SCALE * x),
@@ -50,11 +48,11 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTower:
-    """From context vectors to class features, for a fixed list of classes; nothing in it trains."""
+    """Turn context vectors into class features, for a fixed list of classes; nothing in it is trained."""
 
     start: Tensor  # (width,) embedding of SOS
-    template: str  # the sentence around a class name that prefix and suffixes are from
-    prefix: Tensor  # (tokens, width) what it has before the name: a context to start from
+    template: str  # the sentence around a class name
+    prefix: Tensor  # (tokens, width) its tokens before the name: an initial context
     suffixes: Tensor  # (classes, longest, width) embeddings of [class name and the rest][EOT], padded
     ends: Tensor  # (classes,) where EOT is in the suffix
     positions: Tensor  # (length, width)
@@ -72,14 +70,13 @@ class TextTower:
 
     @property
     def room(self) -> int:
-        """How many context vectors fit before the longest class name."""
+        """Return how many context vectors fit before the longest class name."""
         return self.positions.shape[0] - 1 - self.suffixes.shape[1]
 
     def __call__(self, context: Tensor) -> Tensor:
-        """(..., vectors, width) -> (..., classes, dim) unit-norm; leading axes are more prompts.
+        """Encode (..., vectors, width) to (..., classes, dim) of unit norm; leading axes are more prompts.
 
-        A prompt that is not being trained is encoded once, however many clients and minibatches
-        are measured with it.
+        A prompt that is not being trained is encoded once and cached, for all clients and minibatches.
         """
         if context.requires_grad or peek_interpreter_stack() is not None:  # in vmap or grad
             return self.encode(context)
@@ -92,14 +89,14 @@ class TextTower:
         return features
 
     def _store(self, key: bytes, features: Tensor) -> None:
-        """In the place of the oldest, where there is no room."""
+        """Add to the cache, and drop the oldest entries if it is full."""
         held = sum(cached_features.nbytes for cached_features in self.cache.values()) + features.nbytes
         while self.cache and (len(self.cache) >= MAX_CACHED_PROMPTS or held > MAX_CACHE_BYTES):
             held -= self.cache.pop(next(iter(self.cache))).nbytes
         self.cache[key] = features
 
     def encode(self, context: Tensor) -> Tensor:
-        """The features of a prompt, computed."""
+        """Compute the features of a prompt."""
         *batch_shape, vectors, width = context.shape
         if width != self.width:
             raise SettingsError(
@@ -122,14 +119,14 @@ class TextTower:
         prefix = torch.arange(head, device=x.device)
         padded, packed = (torch.cat([prefix, head + indices]) for indices in (spread, token_indices))
         for layer in self.layers:
-            if layer is self.layers[0]:  # what is not trained needs no gradient, and no second pass
+            if layer is self.layers[0]:  # suffixes are frozen: one pass for all prompts
                 projected = (linear(self._norm(part, layer.norm1), *layer.qkv) for part in (front, tail))
                 qkv = torch.cat([next(projected), next(projected).expand(*batch_shape, -1, -1)], dim=-2)
             else:
                 qkv = linear(self._norm(x, layer.norm1), *layer.qkv)
-            # only the attention has classes of one length: padding a row costs less than a layer
+            # classes are padded to one length for the attention only
             q, k, v = self._heads(qkv.index_select(-2, padded))
-            if layer is self.layers[-1]:  # after its attention only EOT is looked at
+            if layer is self.layers[-1]:  # after its attention only EOT is needed
                 x, packed = x.index_select(-2, head + ends), head + token_indices[ends]
             attended = attend_causally(q, k, v, head, classes).index_select(-2, packed)
             x = x + linear(attended.transpose(-2, -3).flatten(-2), *layer.out)
@@ -138,10 +135,10 @@ class TextTower:
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Suffixes without what is behind EOT, one after the other, by where they come from.
+        """Return indices that pack all suffixes without their padding.
 
-        Which of (classes * longest) padded tokens are kept; which of the kept stands at each place
-        of the padded (EOT for what is behind it); and where each class has its EOT.
+        Which of (classes * longest) padded tokens are kept; which kept token is at each padded position (EOT for
+        padding); and where each class has its EOT.
         """
         at = torch.arange(self.suffixes.shape[1], device=self.ends.device)
         last = self.ends[:, None]
@@ -160,20 +157,20 @@ class TextTower:
         return scaled_linear(1 / QUICK_GELU_SCALE, wide, layer.down)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """(..., tokens, 3 * width) -> queries, keys, values of (..., heads, tokens, size)."""
+        """Split (..., tokens, 3 * width) into queries, keys and values of (..., heads, tokens, size)."""
         parts = torch.unflatten(qkv, -1, (3, self.heads, -1))
         return parts.movedim(-4, -2).unbind(-4)
 
 
 def scaled_linear(alpha: float, x: Tensor, by: Affine, beta: float = 1.0) -> Tensor:
-    """alpha times x W^T plus beta times the bias."""
+    """Return alpha times x W^T plus beta times the bias."""
     bias = x.new_zeros(()) if by.bias is None else by.bias
     out = torch.addmm(bias, x.flatten(0, -2), by.weight.mT, beta=beta, alpha=alpha)
     return out.reshape(*x.shape[:-1], -1)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, head: int, classes: int) -> Tensor:
-    """Causal attention in which each class's suffix sees the common prefix and itself."""
+    """Apply causal attention in which each class's suffix sees the common prefix and itself."""
     q = q * q.shape[-1] ** -0.5
     (q1, q2), (k1, k2), (v1, v2) = (part.tensor_split([head], dim=-2) for part in (q, k, v))
     prefix = mask_later_tokens(q1 @ k1.mT).softmax(dim=-1) @ v1
@@ -185,13 +182,13 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, head: int, classes: int) ->
 
 
 def mask_later_tokens(scores: Tensor) -> Tensor:
-    """(..., tokens, tokens) scores with minus infinity where a token would look ahead."""
+    """Return (..., tokens, tokens) scores with minus infinity for later tokens."""
     is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(is_later, -torch.inf)
 
 
 def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[Tensor, Tensor]:
-    """`TextTower.suffixes` and `.ends` of token ids; padding repeats EOT."""
+    """Return `TextTower.suffixes` and `.ends` of token ids; padding repeats EOT."""
     ends = [len(ids) for ids in tokens]
     longest = max(ends) + 1
     rows = [[*ids, *[end] * (longest - len(ids))] for ids in tokens]
@@ -200,6 +197,6 @@ def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[
 
 
 def count_common_prefix(token_lists: Sequence[Sequence[int]]) -> int:
-    """With how many tokens all of them begin."""
+    """Return how many first tokens all lists share."""
     columns = zip(*token_lists, strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -57,15 +57,11 @@ def zero_shot_head(frozen: Frozen) -> Tensor:
     return torch.cat([frozen.scale * frozen.text, torch.zeros(len(frozen.classes), 1)], dim=1)
 
 
-def initial_state(frozen: Frozen) -> ServerState:
-    """Return the state before the first round."""
-    round_number, size = torch.zeros((), dtype=torch.int64), frozen.dim + 1
-    return ServerState(round_number, zero_shot_head(frozen), torch.zeros(size * (size + 1) // 2))
-
-
-def start_optimiser(anchor: Tensor) -> Tensors:
-    """Return the tensors of an optimiser that starts at the anchor."""
-    return optimiser_tensors(start_state(anchor))
+def initial_tensors(frozen: Frozen) -> Tensors:
+    """Return the head and the server's state before the first round."""
+    anchor, size = zero_shot_head(frozen), frozen.dim + 1
+    state = ServerState(torch.zeros((), dtype=torch.int64), anchor, torch.zeros(size * (size + 1) // 2))
+    return {**optimiser_tensors(start_state(anchor)), **save_state(SERVER, state)}
 
 
 def optimiser_tensors(state: QuasiNewtonState) -> Tensors:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes, head_mixing
-from fedvlm.maths.logistic_regression import CURVATURE_BOUND, Evaluations, Head, multisecant_step
+from fedvlm.maths.logistic_regression import CURVATURE, Evaluations, Head, multisecant_step
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import CheckedSettings
@@ -143,7 +143,7 @@ def next_points(state: ServerState, known: Evaluations) -> Tensor:
     gram = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1])
     gram = gram / gram[-1, -1].clamp(min=1)  # the last entry is the number of samples
     # At zero all classes are equally likely, and the curvature is known.
-    curvature = CURVATURE_BOUND if state.anchor.any() else 1 / len(state.anchor)
+    curvature = CURVATURE if state.anchor.any() else 1 / len(state.anchor)
     steps = [multisecant_step(known, gram, state.anchor.double(), curvature * r, curvature) for r in SHARED_RIDGES]
     return torch.stack(steps).float()
 

@@ -24,6 +24,5 @@ class CoOp(PromptSettings):
 
     name = "coop"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    predict, loss = PromptFL.predict, PromptFL.loss
+    predict, loss, update_many = PromptFL.predict, PromptFL.loss, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

@@ -43,13 +43,13 @@ class DPFPL(ContextSettings):
         if self.ctx_init == "template":  # half each, because the prompt is their sum
             prompt, local_prompt = prompt / 2, local_prompt / 2
         counts = {"noisy steps": torch.tensor(0), "passes": torch.tensor(0)}
-        return {"prompt": prompt}, {"own": local_prompt, **counts}
+        return {"prompt": prompt}, {"local prompt": local_prompt, **counts}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        return prompt_logits(frozen, sent["prompt"] + local["own"], x)
+        return prompt_logits(frozen, sent["prompt"] + local["local prompt"], x)
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        prompt, local_prompt, steps = sent["prompt"], local["own"], local["noisy steps"]
+        prompt, local_prompt, steps = sent["prompt"], local["local prompt"], local["noisy steps"]
         rank = min(self.rank, *local_prompt.shape)
         draw = seeds.numbers("factors", frozen.seed).standard_normal((local_prompt.shape[1], rank))
         first = torch.from_numpy(draw).to(local_prompt)
@@ -67,7 +67,7 @@ class DPFPL(ContextSettings):
             local_prompt = local_prompt - step_size * project_gradient(left, right, total["left"], total["right"])
             steps = steps + batch.real.any()
         passes = local["passes"] + self.local_epochs * (client.order >= 0).any()
-        return {"prompt": prompt}, {"own": local_prompt, "noisy steps": steps, "passes": passes}
+        return {"prompt": prompt}, {"local prompt": local_prompt, "noisy steps": steps, "passes": passes}
 
     def noise(self, frozen: Frozen) -> int:
         """Return how many normal numbers a step takes: for the shared prompt and the two factors."""

@@ -16,17 +16,7 @@ from torch.nn.functional import normalize, softmax, softplus
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register, schedule
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
-from fedvlm.maths.networks import (
-    MASKED_LOGIT,
-    apply_layers,
-    backward,
-    batch_norm_weights,
-    contrastive_loss,
-    forward,
-    initial_parameters,
-    reverse_gradient,
-    running_statistics_keys,
-)
+from fedvlm.maths import networks
 from fedvlm.methods._heads import zero_shot_logits
 from fedvlm.methods._settings import AdamSettings
 from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks
@@ -42,7 +32,7 @@ LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and f
     "linear": ("linear",),
 }
 DISCRIMINATOR = ("linear", "norm", "relu", "linear", "norm", "relu", "linear")
-MEMORY = running_statistics_keys("mask", "judge")
+MEMORY = networks.running_statistics_keys("mask", "judge")
 BYTES_PER_CHUNK = 4 << 20  # of clients' tensors; gradients and moments take three times as much again
 MIN_NORM = 1e-12  # divisor of a feature, as in torch's `normalize`
 
@@ -78,7 +68,7 @@ class FAACLIP(AdamSettings):
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         def draw(name: str, layers: tuple[str, ...], end: int) -> Tensors:
             widths = [frozen.dim] * layers.count("linear") + [end]
-            return initial_parameters(layers, name, widths, seeds.generator(name, frozen.seed))
+            return networks.initial_parameters(layers, name, widths, seeds.generator(name, frozen.seed))
 
         local: Tensors = {}
         shared = draw("mask", LAYERS[self.mask], frozen.dim)
@@ -94,7 +84,7 @@ class FAACLIP(AdamSettings):
 
     def features(self, parameters: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
         """Return I* of the paper at unit norm, and the new statistics of the mask's BatchNorms."""
-        logits, new = apply_layers(LAYERS[self.mask], "mask", parameters, self.feature_norm * x, real)
+        logits, new = networks.apply_layers(LAYERS[self.mask], "mask", parameters, self.feature_norm * x, real)
         return normalize(logits.softmax(-1) * x, dim=-1), new
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -110,11 +100,11 @@ class FAACLIP(AdamSettings):
             real = torch.cat([real, torch.ones(len(batch.reference), dtype=torch.bool)])
             x = torch.cat([x, batch.reference])
         masked, new = self.features(parameters, x, real)
-        fit = contrastive_loss(masked[:size], frozen.text, y, batch.real, frozen.scale, self.mask_duplicates)
+        fit = networks.contrastive_loss(masked[:size], frozen.text, y, batch.real, frozen.scale, self.mask_duplicates)
         if not self.adaptation:
             return fit, new
-        reversed_features = reverse_gradient(masked)
-        domain_logits, statistics = apply_layers(DISCRIMINATOR, "judge", parameters, reversed_features, real)
+        reversed_features = networks.reverse_gradient(masked)
+        domain_logits, statistics = networks.apply_layers(DISCRIMINATOR, "judge", parameters, reversed_features, real)
         # Both domains have half of the loss, also where the last minibatch is short.
         client_loss = torch.where(batch.real, softplus(-domain_logits[:size, 0]), 0.0).sum()
         client_loss = client_loss / batch.real.sum().clamp(min=1)
@@ -181,13 +171,15 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
 
     The batch has a leading axis of clients.
     """
-    x, real, size, layers = batch.x, batch.real, batch.x.shape[1], LAYERS[method.mask]
+    x, real, size = batch.x, batch.real, batch.x.shape[1]
+    mask_network = networks.StackedNetwork(LAYERS[method.mask], "mask", parameters)
+    discriminator = networks.StackedNetwork(DISCRIMINATOR, "judge", parameters)
     if method.adaptation:
         real = torch.cat([real, real.new_ones(batch.reference.shape[:2])], 1)
         x = torch.cat([x, batch.reference], 1)
-    norm_weights = batch_norm_weights(real, x.dtype)
-    sample_weights = batch_norm_weights(batch.real, x.dtype).rows[..., None]
-    logits, mask_saved, new = forward(layers, "mask", parameters, method.feature_norm * x, norm_weights)
+    norm_weights = networks.batch_norm_weights(real, x.dtype)
+    sample_weights = networks.batch_norm_weights(batch.real, x.dtype).samples[..., None]
+    logits, mask_saved, new = networks.forward(mask_network, method.feature_norm * x, norm_weights)
     mask = softmax(logits, 2)
     masked = mask * x
     norm = torch.linalg.vector_norm(masked, dim=2, keepdim=True).clamp_(min=MIN_NORM)
@@ -195,20 +187,19 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
     grad = torch.zeros_like(masked)
     grad[:, :size] = contrastive_gradient(method, frozen, masked[:, :size], batch, sample_weights / 2)
     if method.adaptation:
-        domain_logits, domain_saved, statistics = forward(DISCRIMINATOR, "judge", parameters, masked, norm_weights)
+        domain_logits, domain_saved, statistics = networks.forward(discriminator, masked, norm_weights)
         new |= statistics
         # the derivative of softplus(-logit) for the client's samples and of softplus(logit) for the reference's
         domain_error = torch.sigmoid(domain_logits)
         domain_error[:, :size].sub_(1).mul_(sample_weights)
         domain_error[:, size:].div_(max(1, domain_error.shape[1] - size))
         domain_error.mul_(method.adaptation_weight / 2)
-        reversed_grad = backward(DISCRIMINATOR, "judge", parameters, domain_saved, domain_error, norm_weights, grads)
-        grad.sub_(reversed_grad)
+        grad.sub_(networks.backward(discriminator, domain_saved, domain_error, norm_weights, grads))  # reversed
     # through the division by the norm, the product with x and the softmax
     grad = torch.addcmul(grad, masked, (grad * masked).sum(2, keepdim=True), value=-1)
     grad.div_(norm).mul_(x)
     grad = torch.ops.aten._softmax_backward_data(grad, mask, 2, mask.dtype)
-    backward(layers, "mask", parameters, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
+    networks.backward(mask_network, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
     return new
 
 
@@ -228,8 +219,8 @@ def contrastive_gradient(
         is_self = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
         same = (batch.y[:, :, None] == batch.y[:, None]) & ~is_self
         out, across = out | same, across | same
-    image_to_text = softmax(logits.masked_fill(out, MASKED_LOGIT), 2).mul_(sample_weights)
-    text_to_image = softmax(logits.masked_fill(across, MASKED_LOGIT), 1).mul_(sample_weights.mT)
+    image_to_text = softmax(logits.masked_fill(out, networks.MASKED_LOGIT), 2).mul_(sample_weights)
+    text_to_image = softmax(logits.masked_fill(across, networks.MASKED_LOGIT), 1).mul_(sample_weights.mT)
     logit_grad = image_to_text.add_(text_to_image)
     logit_grad.diagonal(dim1=1, dim2=2).sub_(2 * sample_weights[..., 0])
     return torch.bmm(logit_grad, text).mul_(frozen.scale)

@@ -24,6 +24,5 @@ class FedAvg(HeadSettings):
 
     name = "fedavg"
     traits = head_traits()
-    loss = parts.cross_entropy
-    update_many = parts.head_sgd
+    loss, update_many = parts.cross_entropy, parts.head_sgd
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

@@ -35,7 +35,8 @@ class FedOT(FedOTSettings):
         shared = {"head": initial_head(self.head, frozen)}
         if self.blocks != "auto":
             return shared, {"skew": identity_skew(frozen.dim, self.blocks)}
-        return shared, initial_candidates(frozen.dim)
+        skews = {f"skew{r}": identity_skew(frozen.dim, r) for r in candidate_blocks(frozen.dim)}
+        return shared, {**skews, "leader": torch.tensor(1), "age": torch.tensor(0)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         state = {**sent, **local}  # variants have head and skew in other places
@@ -95,12 +96,6 @@ def candidate_blocks(dim: int) -> list[int]:
     return [1] + [r for r in (8, 64) if dim % r == 0 and r < dim]
 
 
-def initial_candidates(dim: int) -> Tensors:
-    """Return the initial local tensors: the identity for every candidate."""
-    skews = {f"skew{r}": identity_skew(dim, r) for r in candidate_blocks(dim)}
-    return {**skews, "leader": torch.tensor(1), "age": torch.tensor(0)}
-
-
 def selected_skew(state: Tensors) -> Tensor:
     """Return (..., r, m, m): the skew of the map in use; that of a selected candidate as one dense block."""
     if "skew" in state:
@@ -135,7 +130,7 @@ def train_candidates(
         heads[number, index] = upload["head"]
         if is_searching.any():
             logits = method.predict(frozen, upload, new_local, chunk.val_x)
-            losses[number, index] = sample_losses(logits, chunk.val_y).to(losses.dtype)
+            losses[number, index] = cross_entropy(logits.mT, chunk.val_y.clamp(min=0), reduction="none")
             misses[number, index] = (logits.argmax(-1) != chunk.val_y).to(losses.dtype)
     is_judged = is_searching & (clients.val_y >= 0).any(1)
     places = torch.tensor(block_counts)
@@ -170,8 +165,3 @@ def is_near_best(measure: Tensor, real: Tensor) -> Tensor:
     spread = torch.where(real, (difference - gap[..., None]).square(), 0.0).sum(-1)
     error = (spread / (count - 1).clamp(min=1) / count).sqrt().nan_to_num(nan=0.0)
     return gap <= MAX_STANDARD_ERRORS * error
-
-
-def sample_losses(logits: Tensor, y: Tensor) -> Tensor:
-    """Return (clients, samples) cross-entropies; those of padding have no meaning."""
-    return cross_entropy(logits.mT, y.clamp(min=0), reduction="none")

@@ -24,6 +24,5 @@ class FedOTAllGlobal(FedOTSettings):
 
     name = "fedot-all-global"
     traits = head_traits()
-    predict, loss, describe = FedOT.predict, FedOT.loss, FedOT.describe
+    predict, loss, describe, update_many = FedOT.predict, FedOT.loss, FedOT.describe, FedOT.update_many
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation
-    update_many = FedOT.update_many

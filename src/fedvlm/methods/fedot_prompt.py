@@ -37,6 +37,5 @@ class FedOTPrompt(PromptSettings):
 
     name = "fedot-prompt"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    loss, describe = PromptFL.loss, FedOT.describe
+    loss, describe, update_many = PromptFL.loss, FedOT.describe, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation
-    update_many = sgd_stacked

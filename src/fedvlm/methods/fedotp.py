@@ -32,11 +32,11 @@ class FedOTP(PromptSettings):
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": initial_prompt(self, frozen)}
-        return shared, {"own": initial_prompt(self, frozen, "local prompt")}
+        return shared, {"local prompt": initial_prompt(self, frozen, "local prompt")}
 
     def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         """Return (samples, classes, 2, patches) cosines with the features of the shared and the local prompt."""
-        features = features_of_pair(frozen, sent["prompt"], local["own"])
+        features = features_of_pair(frozen, sent["prompt"], local["local prompt"])
         text = features.transpose(-3, -2).flatten(-3, -2)  # (classes x 2 prompts, dim)
         patches = normalize(x, dim=-1)  # (samples, patches, dim)
         return torch.unflatten(text.unsqueeze(-3) @ patches.mT, -2, (-1, 2))
@@ -52,12 +52,11 @@ class FedOTP(PromptSettings):
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """Return the effective γ, and the cosine of the two prompts."""
-        prompts = sent["prompt"].flatten(), local["own"].flatten()
+        prompts = sent["prompt"].flatten(), local["local prompt"].flatten()
         mass = self.gamma if self.transport == "unbalanced" else 1.0
         return {"gamma": mass, "cosine of the prompts": float(cosine_similarity(*prompts, dim=0))}
 
     name = "fedotp"
     traits = Traits(needs=frozenset({"patches", "text tower"}))
-    loss = parts.cross_entropy
+    loss, update_many = parts.cross_entropy, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

@@ -28,6 +28,5 @@ class FedProx(HeadSettings):
 
     name = "fedprox"
     traits = head_traits()
-    update_many = parts.regularised_head_sgd
-    init, predict = FedAvg.init, FedAvg.predict
+    init, predict, update_many = FedAvg.init, FedAvg.predict, parts.regularised_head_sgd
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

@@ -47,6 +47,5 @@ class FedRep(CheckedSettings):
 
     name = "fedrep"
     traits = head_traits()
-    loss = parts.cross_entropy
-    update_many = parts.map_sgd
+    loss, update_many = parts.cross_entropy, parts.map_sgd
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation

@@ -50,7 +50,9 @@ class FENS(PromptSettings):
         if "prompt" in sent:
             return prompt_logits(frozen, sent["prompt"], x)
         features = class_features(frozen, sent["prompts"]) if "prompts" in sent else local["features"]
-        return ensemble_logits(sent, frozen.scale * x @ features.flatten(0, 1).mT)
+        logits = frozen.scale * x @ features.flatten(0, 1).mT  # (samples, prompts * classes)
+        hidden = (logits @ sent["hidden weight"] + sent["hidden bias"]).relu()
+        return hidden @ sent["out weight"] + sent["out bias"]
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         """Train the prompt, or return the gradient of the network, by what was sent."""
@@ -71,7 +73,8 @@ class FENS(PromptSettings):
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         if "prompts" not in shared:
-            prompts = torch.stack([upload["prompt"] for upload in uploads])
+            in_order = sorted(range(len(ids)), key=ids.__getitem__)  # the network has a place for each client
+            prompts = torch.stack([uploads[place]["prompt"] for place in in_order])
             seed, classes = shared["origin"].tolist()
             return {"prompts": prompts, **initial_network(len(uploads), classes, self.units, seed)}
         network = {key: shared[key] for key in NETWORK}
@@ -87,12 +90,6 @@ class FENS(PromptSettings):
     name = "fens"
     traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"features"})))
     loss, adapt = PromptFL.loss, parts.no_adaptation
-
-
-def ensemble_logits(network: Tensors, logits: Tensor) -> Tensor:
-    """Return (samples, classes) from the logits (samples, prompts * classes) of all prompts."""
-    hidden = (logits @ network["hidden weight"] + network["hidden bias"]).relu()
-    return hidden @ network["out weight"] + network["out bias"]
 
 
 def initial_network(clients: int, classes: int, units: int, seed: int) -> Tensors:

@@ -47,7 +47,9 @@ class MoonTower(AdamSettings):
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         upload, _ = parts.adam(self, frozen, sent, local, client)
-        return upload, {"previous": flatten_change(frozen, upload)}
+        first = tower_of(frozen).weights
+        change = [(upload[key] - first[key]).reshape(-1).half() for key in sorted(upload)]
+        return upload, {"previous": torch.cat(change)}
 
     name = "moon-tower"
     traits = Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(memory=frozenset({"previous"})))
@@ -55,16 +57,11 @@ class MoonTower(AdamSettings):
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation
 
 
-# The model of the round before is kept as its difference from the encoder's weights, in half precision: this halves
-# the memory of every client, and is zero before the first round.
-
-
-def flatten_change(frozen: Frozen, weights: Tensors) -> Tensor:
-    first = tower_of(frozen).weights
-    return torch.cat([(weights[key] - first[key]).reshape(-1).half() for key in sorted(weights)])
-
-
 def restore_weights(frozen: Frozen, like: Tensors, flat_change: Tensor) -> Tensors:
+    """Return the model of the round before, which is kept as its difference from the encoder, in half precision.
+
+    This halves the memory of every client, and is zero before the first round.
+    """
     first, keys = tower_of(frozen).weights, sorted(like)
     changes = torch.split(flat_change, [first[key].numel() for key in keys])
     return {key: first[key] + change.reshape(first[key].shape) for key, change in zip(keys, changes, strict=True)}

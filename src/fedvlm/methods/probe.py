@@ -31,12 +31,9 @@ class Probe(CheckedSettings):
     rounds: int = 20
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        state = _logistic.initial_state(frozen)
-        shared = {**_logistic.start_optimiser(state.anchor), **save_state(SERVER, state)}
-        if not self.local_head:
-            return shared, {}
         classes = len(frozen.classes)
-        return shared, {"weight change": torch.zeros(classes, frozen.dim), "bias change": torch.zeros(classes)}
+        local = {"weight change": torch.zeros(classes, frozen.dim), "bias change": torch.zeros(classes)}
+        return _logistic.initial_tensors(frozen), local if self.local_head else {}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         if not _logistic.is_server_state(shared):

@@ -25,6 +25,5 @@ class PromptFL(PromptSettings):
 
     name = "promptfl"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    loss = parts.cross_entropy
+    loss, update_many = parts.cross_entropy, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

@@ -63,6 +63,5 @@ class PromptFLFedAMP(PromptSettings):
     name = "promptfl-fedamp"
     traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"offset"})))
     # A client's own model is fine-tuned from its last cloud.
-    init, predict, adapt = PromptFLFT.init, PromptFLFT.predict, PromptFLFT.adapt
+    init, predict, adapt, update_many = PromptFLFT.init, PromptFLFT.predict, PromptFLFT.adapt, sgd_stacked
     update = parts.sgd
-    update_many = sgd_stacked

@@ -34,13 +34,12 @@ class PromptFLFedPer(PromptSettings):
         prompt = initial_prompt(self, frozen)
         self.check_local_vectors(len(prompt))
         cut = len(prompt) - self.local_vectors
-        return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.local_vectors else {}
+        return {"prompt": prompt[:cut]}, {"local prompt": prompt[cut:]} if self.local_vectors else {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return prompt_logits(frozen, torch.cat([sent["prompt"], *local.values()], dim=-2), x)
 
     name = "promptfl-fedper"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    loss = PromptFL.loss
+    loss, update_many = PromptFL.loss, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

@@ -26,6 +26,5 @@ class PromptFLFedProx(PromptSettings):
 
     name = "promptfl-fedprox"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    init, predict = PromptFL.init, PromptFL.predict
+    init, predict, update_many = PromptFL.init, PromptFL.predict, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

@@ -33,6 +33,5 @@ class PromptFLFT(PromptSettings):
 
     name = "promptfl-ft"
     traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"offset"})))
-    loss = PromptFL.loss
+    loss, update_many = PromptFL.loss, sgd_stacked
     send, update, aggregate = parts.send_all, parts.sgd, parts.mean
-    update_many = sgd_stacked

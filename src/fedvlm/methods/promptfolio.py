@@ -26,15 +26,14 @@ class PromptFolio(PromptSettings):
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": initial_prompt(self, frozen, default=VECTORS)}
-        return shared, {"own": initial_prompt(self, frozen, "local prompt", VECTORS)}
+        return shared, {"local prompt": initial_prompt(self, frozen, "local prompt", VECTORS)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        shared_features, local_features = features_of_pair(frozen, sent["prompt"], local["own"]).unbind(-3)
+        shared_features, local_features = features_of_pair(frozen, sent["prompt"], local["local prompt"]).unbind(-3)
         # each of unit norm before the mix and not normalised after it, as in the paper's code
         return frozen.scale * x @ ((1 - self.mix) * shared_features + self.mix * local_features).mT
 
     name = "promptfolio"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    loss = PromptFL.loss
+    loss, update_many = PromptFL.loss, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

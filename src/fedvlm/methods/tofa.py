@@ -128,7 +128,10 @@ class TOFA(CheckedSettings):
             out |= gaussian_classes.pooled_prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
             out |= align_texts(shared, total, self.temperature)
-        return out | ({"texts": gather_texts(uploads, ids)} if "texts" in uploads[0] else {})
+        if "texts" in uploads[0]:  # of all clients, ordered by id, without columns of padding
+            texts = torch.cat([uploads[i]["texts"] for i in sorted(range(len(ids)), key=lambda i: ids[i])], dim=1)
+            out["texts"] = texts[:, texts.abs().amax((0, 2)) > 0]
+        return out
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
@@ -275,13 +278,6 @@ def align_texts(shared: Tensors, total: Tensors, temperature: float) -> Tensors:
     b = weigh_texts(terms, total["voters"], has_text, temperature).float()
     out = {"weights": b[:, :n_common]}
     return out if client_texts is None else out | {"client texts": mix_texts(b[:, n_common:], client_texts)}
-
-
-def gather_texts(uploads: Sequence[Tensors], ids: Sequence[str]) -> Tensor:
-    """Return the (classes, texts, dim) texts of all clients, ordered by id, without columns of padding."""
-    ordered = sorted(range(len(ids)), key=lambda i: ids[i])
-    all_texts = torch.cat([uploads[i]["texts"] for i in ordered], dim=1)
-    return all_texts[:, all_texts.abs().amax((0, 2)) > 0]
 
 
 def text_margins(means: Tensor, present: Tensor, texts: Tensor, scale: float) -> Tensor:

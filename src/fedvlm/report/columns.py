@@ -1,17 +1,30 @@
-"""Columns on demand: what a record knows beyond the table of its protocol, by name.
+"""Compute the columns of tables that are asked for by name, and format numbers in their units.
 
-Shares are fractions, as in a record's tables; columns of `units.UNITS` are not shares.
+Accuracies and metrics are fractions, as in a record's tables, and are shown in per cent; columns of
+`DIGITS_BY_PREFIX` are shown as they are.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fedvlm.errors import DataError, unknown_name
-from fedvlm.evaluate.metrics import METRICS, Table, area_under_curve, curve_points, mean_accuracy, mean_metric, metrics
+from fedvlm.evaluate.metrics import (
+    METRICS,
+    Table,
+    area_under_curve,
+    curve_points,
+    mean_accuracy,
+    mean_and_std,
+    mean_metric,
+    metrics,
+)
 from fedvlm.record import Record
-from fedvlm.report.runs import has_unseen_scores
+from fedvlm.report.runs import differing_settings, find_training, has_unseen_scores, read_trainings
 from fedvlm.storage.files import flatten, slug
 
 if TYPE_CHECKING:
@@ -20,6 +33,11 @@ if TYPE_CHECKING:
 
 CONDITION_NUMBER_KEY, FREEDOM_KEY = "condition number", "degrees of freedom"  # what methods call them
 CURVES = ("ROC", "PR")
+CLIENT_GROUPS = {"own": "train", "unseen": "unseen"}  # the clients that a metric's columns are of
+# How columns begin that are not shown in per cent, and their decimals.
+DIGITS_BY_PREFIX = {"condition_number": 2, "cosine": 3, "dof": 0, "seconds": 3, "minutes": 3, "trained": 0, "rows": 0}
+KAPPA_DIGITS = 3
+CONTEXT_SETTINGS = ("data", "encoder", "protocol")  # that a table states where runs differ in them
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -31,16 +49,45 @@ def _mean_diagnostics(result: Record, seed: int, key: str) -> dict[str, float | 
     """By training, the mean over clients of what a method tells of its maps."""
     return {
         name: _mean(diagnostics.get(key) for diagnostics in about.get("maps", {}).values())
-        for name, about in result.trainings(seed).items()
+        for name, about in read_trainings(result, seed).items()
     }
 
 
 def _condition_number(result: Record, seed: int) -> Table:
-    return {"kappa": _mean(_mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).values())}
+    return {"condition_number": _mean(_mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).values())}
 
 
 def _condition_number_per_target(result: Record, seed: int) -> Table:
-    return {f"kappa, target {name}": k for name, k in _mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).items()}
+    return {
+        f"condition_number, target {name}": k
+        for name, k in _mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).items()
+    }
+
+
+def _kappa(result: Record, seed: int) -> Table:
+    """Cohen's kappa, the mean over clients: agreement with the labels beyond chance."""
+    out: Table = {}
+    for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
+        values = [
+            cohens_kappa(training["scores"][id]["confusion"])
+            for training in read_trainings(result, seed).values()
+            for id in training[key]
+            if "confusion" in training["scores"].get(id, {})
+        ]
+        out[f"kappa, {group}"] = _mean(values)
+    return out
+
+
+def cohens_kappa(confusion: Sequence[Sequence[int]]) -> float | None:
+    """Compute kappa of [true, predicted, samples] counts; None where chance agreement is certain."""
+    total = sum(count for _, _, count in confusion)
+    true, predicted = Counter[int](), Counter[int]()
+    for label, answer, count in confusion:
+        true[label] += count
+        predicted[answer] += count
+    observed = sum(count for label, answer, count in confusion if label == answer) / total
+    expected = sum(true[label] * predicted[label] for label in true) / total**2
+    return None if expected == 1 else (observed - expected) / (1 - expected)
 
 
 def _degrees_of_freedom(result: Record, seed: int) -> Table:
@@ -48,7 +95,7 @@ def _degrees_of_freedom(result: Record, seed: int) -> Table:
 
 
 def _lines(result: Record, seed: int) -> list[dict[str, Any]]:
-    trainings_of_seed = {f"{seed}-{slug(name)}" for name in result.trainings(seed)}
+    trainings_of_seed = {f"{seed}-{slug(name)}" for name in read_trainings(result, seed)}
     return [line for line in result.lines() if line["training"] in trainings_of_seed]
 
 
@@ -80,7 +127,7 @@ def _trained(result: Record, seed: int) -> Table:
     if not isinstance(method, Trained):
         return {"trained": 0}
     counts: list[float | None] = []
-    for training in result.trainings(seed):
+    for training in read_trainings(result, seed):
         if not result.path_of(training, seed, "safetensors").exists():
             continue  # of a page there are no tensors
         shared, local = result.outcome(training, seed)
@@ -103,7 +150,7 @@ def _uploaded(result: Record, seed: int) -> int:
 
 def accuracy_matrix(result: Record, seed: int) -> dict[str, dict[str, float]]:
     """A[unseen][domain]: the accuracy on a domain's test rows when another was left out."""
-    trainings = result.trainings(seed)
+    trainings = read_trainings(result, seed)
     if result.manifest["identity"]["protocol"] != "leave-one-domain-out":
         return {}
     out: dict[str, dict[str, float]] = {}
@@ -135,7 +182,7 @@ def _comprehensive_per_target(result: Record, seed: int) -> Table:
 def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
     """By training, the accuracy of every client that trained."""
     accuracies_by_training = []
-    for about in result.trainings(seed).values():
+    for about in read_trainings(result, seed).values():
         accuracies = [mean_accuracy(about["scores"], [id]) for id in about["train"]]
         accuracies_by_training.append([accuracy for accuracy in accuracies if accuracy is not None])
     return [accuracies for accuracies in accuracies_by_training if accuracies]
@@ -156,7 +203,7 @@ def _average(result: Record, seed: int) -> Table:
     for name in METRICS if has_unseen_scores(result) else ():
         metric_values = [
             mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
-            for training in result.trainings(seed).values()
+            for training in read_trainings(result, seed).values()
         ]
         out[f"average {name}"] = _mean(metric_values)
     return out
@@ -169,21 +216,14 @@ def _rows(result: Record, seed: int) -> Table:
 
 
 def ranking_curve(result: Record, kind: str, training: str | None = None, seed: int | None = None) -> list[list[float]]:
-    """The points of an "ROC" or "PR" curve of the test rows of a training's own clients."""
+    """Return the points of the "ROC" or "PR" curve of the test samples of a training's own clients."""
     if kind not in CURVES:
         raise unknown_name("curve", kind, CURVES)
-    trainings = result.trainings(seed)
-    name = training or next(iter(trainings))
-    if name not in trainings:
-        raise unknown_name("training of this run", name, trainings)
-    about = trainings[name]
+    about = find_training(result, training, seed)
     counts = [about["scores"][id]["scores"] for id in about["train"] if _has_score_counts(about, id)]
     if not counts:
         raise DataError(f"{result.folder} has no counts of scores; run it again to have them")
-    counts_by_kind = zip(*counts, strict=True)  # of own classes, and of others
-    return curve_points(
-        [[sum(bin_counts) for bin_counts in zip(*client_counts, strict=True)] for client_counts in counts_by_kind], kind
-    )
+    return curve_points(np.array(counts).sum(0).tolist(), kind)
 
 
 def _has_score_counts(about: Mapping[str, Any], id: str) -> bool:
@@ -194,10 +234,10 @@ def _area(kind: str) -> "Column":
     def column(result: Record, seed: int) -> Table:
         curves = [
             ranking_curve(result, kind, name, seed)
-            for name, about in result.trainings(seed).items()
+            for name, about in read_trainings(result, seed).items()
             if any(_has_score_counts(about, id) for id in about["train"])
         ]
-        return {f"{kind} area": _mean(area_under_curve(curve_points, kind) for curve_points in curves if curve_points)}
+        return {f"{kind} area": _mean(area_under_curve(points, kind) for points in curves if points)}
 
     return column
 
@@ -207,7 +247,7 @@ def _metric(name: str) -> "Column":
 
     def column(result: Record, seed: int) -> Table:
         out: Table = {}
-        trainings = result.trainings(seed).values()
+        trainings = read_trainings(result, seed).values()
         for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
             mean = _mean(mean_metric(training["scores"], training[key], name) for training in trainings)
             if mean is not None:
@@ -220,8 +260,9 @@ def _metric(name: str) -> "Column":
 Column = Callable[[Record, int], Table]  # of a run and one of its seeds
 COLUMNS: dict[str, Column] = {
     **{name: _metric(name) for name in METRICS},
-    "kappa": _condition_number,
-    "kappa-per-target": _condition_number_per_target,
+    "condition_number": _condition_number,
+    "condition_number-per-target": _condition_number_per_target,
+    "kappa": _kappa,
     "cosine": _cosine,
     "dof": _degrees_of_freedom,
     "seconds": _seconds,
@@ -245,8 +286,10 @@ def split_requested(results: Sequence[Record], names: Iterable[str]) -> tuple[li
     for name in requested:
         if name not in columns and name not in setting_names:
             raise unknown_name("column", name, columns | setting_names)
+    flat = [flatten(result.manifest["identity"]) for result in results]
+    context = [key for key in CONTEXT_SETTINGS if key in differing_settings(flat) and key not in requested]
     chosen = [name for name in requested if name in columns]
-    return chosen, [name for name in requested if name not in columns]
+    return chosen, [*context, *(name for name in requested if name not in columns)]
 
 
 def compute_columns(result: Record, names: Iterable[str]) -> list[Table]:
@@ -276,26 +319,31 @@ def setting_text(result: Record, name: str) -> str:
     return "-" if value is None else str(value)
 
 
-# How columns begin that are no shares, and the digits they are written with.
-DIGITS_BY_PREFIX = {"kappa": 2, "cosine": 3, "dof": 0, "seconds": 3, "minutes": 3, "trained": 0, "rows": 0}
-CLIENT_GROUPS = {"own": "train", "unseen": "unseen"}  # whom a metric's columns are of
+def column_value(result: Record, column: str) -> tuple[float | None, float | None]:
+    """Return mean and standard deviation over seeds of a column of its table, or of one on demand."""
+    statistics = mean_and_std(result.tables)
+    if column in statistics:
+        return statistics[column]
+    if column not in COLUMNS:
+        raise unknown_name("column", column, {*statistics, *COLUMNS})
+    return next(iter(mean_and_std(compute_columns(result, [column])).values()), (None, None))
 
 
 def is_unscaled(column: str) -> bool:
-    """Whether a column is not a share; a metric is one, whatever its name begins with."""
-    metric = column.endswith(tuple(f", {group}" for group in CLIENT_GROUPS))
-    return column.startswith(tuple(DIGITS_BY_PREFIX)) and not metric
+    """Whether a column is not shown in per cent; metrics are, but for Cohen's kappa."""
+    is_metric = column.endswith(tuple(f", {group}" for group in CLIENT_GROUPS))
+    return column.startswith("kappa, ") if is_metric else column.startswith(tuple(DIGITS_BY_PREFIX))
 
 
-def to_printed_unit(column: str, mean: float, deviation: float | None) -> tuple[float, float | None]:
-    """In the unit of a print, where 100 · 0.9468 is 94.68 and not a little below it."""
+def to_printed_unit(column: str, mean: float, std: float | None) -> tuple[float, float | None]:
+    """Convert to the unit of tables, where 100 · 0.9468 is 94.68 and not a little below it."""
     unit = 1 if is_unscaled(column) else 100
-    return round(unit * mean, 9), None if deviation is None else round(unit * deviation, 9)
+    return round(unit * mean, 9), None if std is None else round(unit * std, 9)
 
 
 def format_number(column: str, value: float) -> str:
-    """A number as tables have it: shares in per cent."""
+    """Format a number as tables show it, fractions in per cent."""
     if not is_unscaled(column):
         return f"{100 * value:.2f}"
-    digits = next(DIGITS_BY_PREFIX[key] for key in DIGITS_BY_PREFIX if column.startswith(key))
+    digits = next((DIGITS_BY_PREFIX[key] for key in DIGITS_BY_PREFIX if column.startswith(key)), KAPPA_DIGITS)
     return f"{value:.{digits}f}"

@@ -71,11 +71,7 @@ def list_protocols() -> list[Row]:
     from fedvlm.evaluate.protocols import protocols
 
     return [
-        {
-            "protocol": name,
-            "settings": ", ".join(field.name for field in fields(rules)),
-            "what": rules.summary,
-        }
+        {"protocol": name, "settings": ", ".join(field.name for field in fields(rules)), "what": rules.summary}
         for name, rules in protocols().items()
     ]
 

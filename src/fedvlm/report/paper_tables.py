@@ -14,6 +14,7 @@ from fedvlm.report.columns import compute_columns, format_number, is_unscaled, t
 from fedvlm.report.papers import (
     PrintedNumber,
     Verdict,
+    VerdictWord,
     differences,
     find_item,
     incomparable_reason,
@@ -24,7 +25,8 @@ from fedvlm.report.papers import (
 from fedvlm.report.tables import TABLE_FORMS, render_table
 
 # How columns of the papers begin, and the name by which they are asked for.
-COLUMN_BY_PREFIX = {"kappa": "kappa", "kappa, target ": "kappa-per-target", "cosine": "cosine"}
+COLUMN_BY_PREFIX = {"condition_number": "condition_number", "cosine": "cosine"}
+COLUMN_BY_PREFIX |= {"condition_number, target ": "condition_number-per-target"}
 COLUMN_BY_PREFIX |= {"minutes": "minutes", "A[": "A[j][i]", "P, target ": "P-per-target"}
 COLUMN_BY_PREFIX |= {"C, target ": "C-per-target", "average ": "average", "rows ": "rows"}
 GAIN_PREFIX = "gain, "  # over zero-shot, of the column "unseen, …"
@@ -281,34 +283,32 @@ def _csv_rows(cells: Sequence[PaperCell], form: str) -> list[dict[str, Any]]:
     return body
 
 
-PaperComparison = dict[str, Any]
-VERDICT_ORDER = ("met", "within noise", "differs", "void", "not comparable")
+VERDICT_ORDER: tuple[VerdictWord, ...] = ("suspicious", "met", "within noise", "differs", "void", "not comparable")
 
 
-def compare_with_papers(runs: Sequence[Mapping[str, Any]]) -> list[PaperComparison]:
-    """A line per printed number of a run's method, settings and data that the run has as well."""
-    out: list[PaperComparison] = []
+def compare_with_papers(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per printed number of a run's method, settings and data that the run has as well."""
+    rows = []
     for place, run in enumerate(runs):
-        identity, column_statistics = run["identity"], metrics.mean_and_std(run["tables"])
+        identity, statistics = run["identity"], metrics.mean_and_std(run["tables"])
         for item in run["reproduces"] or ():
             for number in numbers().get(item, ()):
-                mean, deviation = column_statistics.get(number.column, (None, None))
+                mean, std = statistics.get(number.column, (None, None))
                 if mean is None or number.data != identity["data"] or not matches_method(number, identity):
                     continue
-                measured, spread = to_printed_unit(number.column, mean, deviation)
-                verdict = judge_number(number, measured, spread, identity)
-                line = {"item": item, "row": number.row, "run": place, "column": number.column}
-                line |= {"ours": round(measured, 4), "deviation": spread and round(spread, 4)}
-                line |= {"published": number.value, "published deviation": number.deviation}
-                line |= {"round": number.round, "word": verdict.word, "why": verdict.reason}
-                out.append(line)
-    return sorted(out, key=lambda line: VERDICT_ORDER.index(line["word"]))
+                measured, std = to_printed_unit(number.column, mean, std)
+                verdict = judge_number(number, measured, std, identity)
+                row = {"item": item, "row": number.row, "run": place, "column": number.column}
+                row |= {"measured": round(measured, 4), "std": std and round(std, 4)}
+                row |= {"published": number.value, "published std": number.deviation, "round": number.round}
+                rows.append({**row, "verdict": verdict.word, "reason": verdict.reason})
+    return sorted(rows, key=lambda row: VERDICT_ORDER.index(row["verdict"]))
 
 
-def verdict_sentence(lines: Sequence[PaperComparison]) -> list[str]:
-    """The verdicts in one sentence; none where nothing is printed."""
-    if not lines:
+def verdict_sentence(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Count the verdicts in one sentence; none where nothing is printed."""
+    if not rows:
         return []
-    counts = Counter(line["word"] for line in lines)
+    counts = Counter(row["verdict"] for row in rows)
     texts = [f"{counts[word]} {word}" for word in VERDICT_ORDER if counts[word]]
-    return [f"Of {len(lines)} printed numbers that these runs have too: {', '.join(texts)}."]
+    return [f"Of {len(rows)} published numbers that these runs have too: {', '.join(texts)}."]

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 from fedvlm.data.clients import PartitionKind
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.report.charts import PLOT_KINDS as PLOTS
 from fedvlm.report.columns import COLUMNS, is_unscaled
-from fedvlm.report.plots import PLOT_KINDS as PLOTS
 from fedvlm.runner.experiment_files import experiment_folders, experiments, read_toml
 from fedvlm.runner.experiments import experiment_runs
 from fedvlm.runner.settings import Settings, build, override
@@ -23,9 +23,9 @@ from fedvlm.storage.files import flatten
 STATUSES = ("ok", "void", "copied")
 ITEM_KINDS = ("table", "figure")
 ROUNDS = ("", "last", "validation", "oracle", "not said")
-LOWER_IS_BETTER = ("kappa", "minutes", "ECE", "target ECE")  # how columns begin in which less is better
+LOWER_IS_BETTER = ("condition_number", "minutes", "ECE", "target ECE")  # how columns begin in which less is better
 Values = Mapping[str, Any]  # settings by their dotted names, as `--set` has them
-VerdictWord = Literal["met", "within noise", "differs", "void", "not comparable"]
+VerdictWord = Literal["met", "within noise", "differs", "suspicious", "void", "not comparable"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Item:
     numbers: int  # that are printed, in it or of it in the text
     settings: Values  # of all its runs
     wants: tuple[Mapping[str, Any], ...]  # its runs, if they do not follow from its numbers
-    needs: tuple[str, ...]  # columns and pictures, as `column:kappa`
+    needs: tuple[str, ...]  # columns and pictures, as `column:condition_number`
     run: str  # where it was run on its own data, if it ever was
 
     @property
@@ -256,51 +256,36 @@ def incomparable_reason(number: PrintedNumber, identity: Mapping[str, Any]) -> s
     return "; ".join(differences(expected, identity))
 
 
-def verdict(
+def verdict_word(
     measured: float,
     measured_std: float | None,
     printed: float,
     printed_std: float | None,
-    status: str = "ok",
-    comparable: bool = True,
-    reason: str = "",
-    *,
     lower_is_better: bool = False,
     default_noise: float = 1.0,
-) -> Verdict:
-    """How our number stands to a printed one, both in its unit.
+) -> VerdictWord:
+    """Compare a measured number with a printed one in the same unit.
 
-    `why` says what hinders the comparison, why the number is void, or where it was copied from;
-    `lower` that less is better; `point` is the noise of a number without a printed deviation.
+    The noise is two standard deviations of the difference, or `default_noise` where none is printed. A number that is
+    better by more than twice the noise is suspicious: test samples may have leaked.
     """
-    if not comparable:
-        return Verdict("not comparable", reason)
-    if status == "void":
-        return Verdict("void", reason)
-    remark = reason if status == "copied" else ""
-    if (measured <= printed) if lower_is_better else (measured >= printed):
-        return Verdict("met", remark)
     noise = default_noise if printed_std is None else 2 * hypot(measured_std or 0.0, printed_std)
-    word: VerdictWord = "within noise" if abs(measured - printed) <= noise else "differs"
-    return Verdict(word, remark)
+    gain = printed - measured if lower_is_better else measured - printed
+    if gain >= 0:
+        return "suspicious" if gain > 2 * (noise or default_noise) else "met"
+    return "within noise" if -gain <= noise else "differs"
 
 
-def judge_number(
-    number: PrintedNumber, measured: float, deviation: float | None, identity: Mapping[str, Any]
-) -> Verdict:
-    """The verdict on what a run gives where a number is printed; accuracies in per cent."""
-    obstacle = incomparable_reason(number, identity)
-    return verdict(
-        measured,
-        deviation,
-        number.value,
-        number.deviation,
-        number.status,
-        not obstacle,
-        obstacle or number.reason,
-        lower_is_better=number.column.startswith(LOWER_IS_BETTER),
-        default_noise=abs(number.value) / 100 if is_unscaled(number.column) else 1.0,
-    )
+def judge_number(number: PrintedNumber, measured: float, std: float | None, identity: Mapping[str, Any]) -> Verdict:
+    """Judge what a run gives where a number is printed; accuracies in per cent."""
+    if obstacle := incomparable_reason(number, identity):
+        return Verdict("not comparable", obstacle)
+    if number.status == "void":
+        return Verdict("void", number.reason)
+    default_noise = abs(number.value) / 100 if is_unscaled(number.column) else 1.0
+    lower = number.column.startswith(LOWER_IS_BETTER)
+    word = verdict_word(measured, std, number.value, number.deviation, lower, default_noise)
+    return Verdict(word, number.reason if number.status == "copied" else "")
 
 
 State = Literal["full", "partly", "not"]
@@ -377,10 +362,6 @@ def item_coverage(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -
 @cache
 def runs_by_item() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs, as their identities, of the experiments that say they reproduce an item."""
-    from fedvlm.runner.experiment_files import experiments, read_toml
-    from fedvlm.runner.experiments import experiment_runs
-    from fedvlm.runner.settings import build
-
     named: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in items()}
     for name, path in experiments().items():
         values = read_toml(path)

@@ -1,4 +1,4 @@
-"""Runs side by side: mean ± deviation over seeds as text, Markdown or LaTeX; or in long form."""
+"""Tabulate runs: mean ± standard deviation as text, Markdown or LaTeX, tidy rows as CSV or JSON, data frames."""
 
 import csv
 import io
@@ -10,20 +10,13 @@ from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate.metrics import METRICS, mean_and_std, metrics
 from fedvlm.record import AUDIT_FILE, Record
 from fedvlm.report.columns import compute_columns, format_number, setting_text, settings_of, split_requested
-from fedvlm.report.runs import has_unseen_scores, run_label
+from fedvlm.report.runs import has_unseen_scores, read_trainings, run_label
 from fedvlm.storage.files import read_json, write_json
 
 TIDY_FORMS = ("csv", "json")
 TABLE_FORMS = ("text", "markdown", "latex", *TIDY_FORMS)
-TRAFFIC_COLUMNS = ("exchanges", "kB per client")
-MAIN_COLUMNS = {
-    "G",
-    "P",
-    "C",
-    "own",
-    "global",
-    "average",
-}  # what a table shows first; the rest is per client
+TRAFFIC_COLUMNS = ("rounds", "kB per client")
+MAIN_COLUMNS = {"G", "P", "C", "own", "global", "average"}  # what a table shows first; the rest is per client
 MAIN_COLUMNS |= {f"{group} {name}" for name in METRICS for group in ("clients", "target")}
 
 
@@ -45,13 +38,11 @@ def compare_table(
     extra_columns: Sequence[str] = (),
     chance: bool = False,
 ) -> str:
-    """One row per run, in per cent; `every` adds the columns per domain or client.
+    """Return a table with a row per run, in per cent, or its numbers in tidy form as CSV or JSON.
 
-    `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
-    `asked` are names of columns, and settings by dotted names, which follow the method.
-    `paper` has what was published, by row and column; its numbers stand below ours.
-    `chance` begins with what guessing would give.
-    CSV and JSON have the numbers behind it, one line per seed, training, client and metric.
+    `all_columns` adds those per domain or client, `traffic` the communication rounds and kilobytes of a client,
+    `extra_columns` further ones and settings by dotted names. `paper` has published numbers by row and column, which
+    stand below ours; `chance` adds a row of random guessing.
     """
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
@@ -66,7 +57,7 @@ def compare_table(
         for w in (*result.outlier_warnings, *result.convergence_warnings)
     ]
     if footnotes and form == "markdown":
-        footnotes.insert(0, "\n")  # or the words would be one more row
+        footnotes.insert(0, "\n")  # or they would be a row of the table
     return render_table(head, body, form) + "".join(footnotes if form != "latex" else ())
 
 
@@ -79,7 +70,7 @@ def table_cells(
     extra_columns: Sequence[str] = (),
     chance: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of that table."""
+    """Return head and rows of that table."""
     names, settings = split_requested(results, extra_columns)
     column_statistics = [mean_and_std(result.tables) for result in results]
     columns = list(dict.fromkeys(key for run_statistics in column_statistics for key in run_statistics))
@@ -100,8 +91,8 @@ def table_cells(
         body.append(["chance", *dashes, *cells, *("-" for _ in last)])
     for result, run_statistics in zip(results, column_statistics, strict=True):
         cells = [format_cell(*run_statistics.get(key, (None, None)), form, key) for key in columns]
-        exchanges, moved = result.traffic if traffic else (0, 0.0)
-        traffic_cells = [f"{exchanges}", f"{moved / 1000:.1f}"] if traffic else []
+        rounds, moved = result.traffic if traffic else (0, 0.0)
+        traffic_cells = [f"{rounds}", f"{moved / 1000:.1f}"] if traffic else []
         before = [run_label(result, settings), *(setting_text(result, name) for name in settings)]
         body.append([*before, *cells, *traffic_cells, f"{len(result.tables)}"])
     for name, numbers in (paper or {}).items():
@@ -110,30 +101,36 @@ def table_cells(
     return head, body
 
 
+def _run_row(result: Record, names: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+    """Return label, settings, (mean, std) of every column, seeds and traffic of a run."""
+    rounds, moved = result.traffic
+    statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
+    row = {"method": run_label(result, settings), **settings_of(result, settings), "seeds": len(result.tables)}
+    return {**row, **statistics, **dict(zip(TRAFFIC_COLUMNS, (rounds, moved / 1000), strict=True))}
+
+
 def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The same table as numbers, shares of one: each column's mean and deviation over seeds."""
+    """Return the table as numbers, accuracies as fractions: each column's mean and standard deviation over seeds."""
     names, settings = split_requested(results, extra_columns)
-    out = []
-    for result in results:
-        column_statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
-        columns = {key: {"mean": mean, "deviation": by} for key, (mean, by) in column_statistics.items()}
-        exchanges, moved = result.traffic
-        end = {"exchanges": exchanges, "kB per client": moved / 1000, "seeds": len(result.tables)}
-        run_columns = {"method": run_label(result, settings), **settings_of(result, settings)}
-        out.append({**run_columns, **columns, **end})
-    return out
+    return [
+        {
+            key: {"mean": value[0], "std": value[1]} if isinstance(value, tuple) else value
+            for key, value in _run_row(result, names, settings).items()
+        }
+        for result in results
+    ]
 
 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:
-    """One in as many as there are classes, where a column is a share of hits."""
+    """Return the accuracy of random guessing, where a column is an accuracy."""
     chance = 1 / len(result.manifest["classes"])
     non_accuracy_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")}
     is_accuracy = [key not in non_accuracy_columns and not key.startswith("deviation ") for key in columns]
-    return [format_cell(chance if hit else None, None, form) for hit in is_accuracy]
+    return [format_cell(chance if applies else None, None, form) for applies in is_accuracy]
 
 
 def render_table(head: Sequence[str], body: Sequence[Sequence[str]], form: str, align_left: bool = False) -> str:
-    """A table; its columns after the first are numbers, set to the right, unless they are words."""
+    """Render a table; columns after the first are numbers and set to the right unless `align_left`."""
     if form == "latex":
 
         def escape(text: str) -> str:
@@ -162,9 +159,9 @@ DECIMALS = 7  # as a page keeps them
 
 
 def client_scores(result: Record) -> Iterator[dict[str, Any]]:
-    """Every seed, training and client that has test rows, with all its metrics."""
+    """Yield every seed, training and client that has test samples, with all its metrics."""
     for seed in result.manifest["identity"]["seeds"]:
-        for training, about in result.trainings(seed).items():
+        for training, about in read_trainings(result, seed).items():
             unseen_ids = about["unseen"] if has_unseen_scores(result) else []
             for id, client in about["scores"].items():
                 if not client["test_rows"] or id not in (*about["train"], *unseen_ids):
@@ -176,7 +173,7 @@ def client_scores(result: Record) -> Iterator[dict[str, Any]]:
 
 
 def tidy_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All of them, as shares of one; a metric that a client does not have has no line."""
+    """Return a row per seed, training, client and metric, accuracies as fractions; extra columns have one per seed."""
     names, settings = split_requested(results, extra_columns)
     nobody = dict.fromkeys(("training", "client", "unseen", "rows"))
     out = []
@@ -198,13 +195,13 @@ def tidy_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> l
 
 
 def tidy_table(results: Sequence[Record], form: str, extra_columns: Sequence[str] = ()) -> str:
-    """As CSV or JSON; settings that were asked for follow the method."""
+    """Return tidy rows as CSV or JSON; requested settings follow the method."""
     settings = split_requested(results, extra_columns)[1]
     return serialise(tidy_rows(results, extra_columns), (TIDY_COLUMNS[0], *settings, *TIDY_COLUMNS[1:]), form)
 
 
 def serialise(rows: Sequence[Mapping[str, Any]], head: Sequence[str], form: str) -> str:
-    """Lines as CSV or JSON."""
+    """Write rows as CSV or JSON."""
     if form == "json":
         return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
     out = io.StringIO()
@@ -223,15 +220,15 @@ def _pandas() -> Any:
 
 
 def scores_frame(result: Record) -> Any:
-    """One row per seed, training and client that has test rows, a column per metric."""
+    """Return a data frame with a row per seed, training and client that has test samples, and a column per metric."""
     pandas = _pandas()
     return pandas.DataFrame(list(client_scores(result)))
 
 
 def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> Any:
-    """One row per run: the mean over seeds of every column, and its deviation beside it.
+    """Return a data frame with a row per run: the mean over seeds of every column, and its standard deviation.
 
-    `asked` are further columns and settings, as `compare --columns` takes them.
+    `extra_columns` are further columns and settings, as `compare --columns` takes them.
     """
     pandas = _pandas()
     if not results:
@@ -239,29 +236,26 @@ def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = (
     names, settings = split_requested(results, extra_columns)
     rows = []
     for result in results:
-        row: dict[str, Any] = {"method": run_label(result, settings)}
-        row |= settings_of(result, settings) | {"seeds": len(result.tables)}
-        column_statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
-        for key, (mean, deviation) in column_statistics.items():
-            row |= {key: mean, f"{key} deviation": deviation}
-        exchanges, moved = result.traffic
-        rows.append({**row, "exchanges": exchanges, "kB per client": moved / 1000})
+        row: dict[str, Any] = {}
+        for key, value in _run_row(result, names, settings).items():
+            row |= {key: value[0], f"{key} std": value[1]} if isinstance(value, tuple) else {key: value}
+        rows.append(row)
     return pandas.DataFrame(rows).set_index("method")
 
 
 def write_audit(result: Record, lines: list[dict[str, Any]]) -> None:
-    """In the run's folder, in the place of an audit that was kept before."""
+    """Write an audit into the run's folder; it replaces an earlier one."""
     write_json(result.folder / AUDIT_FILE, {"lines": lines})
 
 
 def read_audit(result: Record) -> list[dict[str, Any]]:
-    """The audit that was kept, if one was."""
+    """Return the audit in the run's folder, empty if there is none."""
     path = result.folder / AUDIT_FILE
     return list(read_json(path)["lines"]) if path.exists() else []
 
 
 def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
-    """The lines for a person: what is in an upload, then client by client what it says."""
+    """Tabulate an audit: the fields of an upload, then what it reveals of each client."""
     if not lines:
         return "nothing is uploaded\n"
     fields = {(line["exchange"], key): field for line in lines for key, field in line["fields"].items()}
@@ -276,10 +270,7 @@ def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
         return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
     body = [
-        [
-            *(cell(line[key]) for key in (*names, *areas)),
-            cell("inf" if line["epsilon"] is None else line["epsilon"]),
-        ]
+        [*(cell(line[key]) for key in (*names, *areas)), cell("inf" if line["epsilon"] is None else line["epsilon"])]
         for line in lines
     ]
     return "\n".join(

@@ -1,10 +1,8 @@
-"""Trainings on a cluster of Dask: the same record as on one machine.
+"""Run trainings on a Dask cluster, with the same record as on one machine.
 
-A training is told by the settings of its run. A worker that sees the files its rows are from reads
-them there; else the rows are sent, once to each worker. What a training leaves comes back as files
-and lines, and is written here: workers need no common disk. A training of a worker that is lost
-is given to another: it goes on from its checkpoint if both see the run's folder, else from where it
-was when it was sent.
+A worker reads the samples from disk if it sees the same files; otherwise they are sent once to each worker. A
+training's files and lines come back over the network, so workers need no shared disk. If a worker is lost, another
+one continues from the checkpoint if both see the run's folder, or from where the training was when it was sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from warnings import catch_warnings, filterwarnings
 
@@ -34,46 +32,63 @@ from fedvlm.runner.jobs import Job, JobSpec, run_inline, with_job_name
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import Settings
 from fedvlm.runner.training import file_name, train
-from fedvlm.storage.files import is_locked, slug, write_file, write_json
+from fedvlm.storage.files import slug, write_file, write_json
 
 LOCALHOST = "127.0.0.1"
 ADDRESS_FORMS = "dask (on this machine), dask://HOST:PORT, or tcp://127.0.0.1:PORT without TLS"
+STORE_PREFIX = "store:"
+MAX_OPEN_TABLES = 2  # tables of embeddings that a worker keeps in memory
 
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """Where the rows of a run lie, and what they are."""
+    """Where the embeddings of a run are on disk, and their digest."""
 
-    path: Path  # a store, or the cache of embeddings
-    encoder: str  # the fingerprint's beginning, of rows in a cache; else empty
+    path: Path  # a store, or the cache
+    encoder: str  # beginning of the encoder's fingerprint in the cache; empty for a store
     precision: Precision
     patches: bool
     digest: str
 
 
-def run_jobs(jobs: Sequence[Job], on: str) -> None:
-    """All of them, the longest first; one that fails is told as such, and the others go on."""
+class WorkerTraining(NamedTuple):
+    """Which training a worker runs."""
+
+    settings: Settings
+    seed: int
+    name: str
+
+
+TrainingFiles = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines of the record, and files by name
+
+
+class SamplesNotVisible(Exception):
+    """A worker does not see the samples where they are expected."""
+
+
+def run_jobs(jobs: Sequence[Job], address: str) -> None:
+    """Run all jobs, the longest first; a failed one is reported and the others go on."""
     several = len(jobs) > 1
-    remote_jobs = [job for job in jobs if job.cost and _portable(job)]
-    for job in jobs:
-        if not job.cost:  # it is done already
-            run_inline(job, several)
-    staying = [job for job in jobs if job.cost and not _portable(job)]
+    # Finished jobs are only read. Images that are decoded on demand stay here, with the jobs that train on them.
+    is_remote = [bool(job.cost and job.spec is not None and job.spec.rows.images is None) for job in jobs]
+    remote_jobs = [job for job, remote in zip(jobs, is_remote, strict=True) if remote]
+    local_jobs = [job for job, remote in zip(jobs, is_remote, strict=True) if not remote]
     if not remote_jobs:
-        _run_locally(staying, several)
+        for job in local_jobs:
+            run_inline(job, several)
         return
-    with _client(on) as client, catch_warnings():
+    with _client(address) as client, catch_warnings():
         from distributed import as_completed
 
         filterwarnings("ignore", message="Sending large graph")
-
         offers: dict[int, _SampleOffer] = {}
         for job in remote_jobs:
             assert job.spec is not None
             if id(job.spec.rows) not in offers:
                 offers[id(job.spec.rows)] = _SampleOffer(client, job, job.spec)
         job_of_future = {_submit(client, job, offers): job for job in remote_jobs}
-        _run_locally(staying, several)
+        for job in local_jobs:
+            run_inline(job, several)
         done = as_completed(list(job_of_future))
         for future in done:
             job = job_of_future[future]
@@ -93,26 +108,12 @@ def run_jobs(jobs: Sequence[Job], on: str) -> None:
             job.on_done(with_job_name(job, outcome) if failed else outcome)
 
 
-def _portable(job: Job) -> bool:
-    """Images that are decoded on demand stay where they are, and so does who trains on them."""
-    return job.spec is not None and job.spec.rows.images is None
-
-
-def _run_locally(jobs: Sequence[Job], several: bool) -> None:
-    for job in jobs:
-        run_inline(job, several)
-
-
-class SamplesNotVisible(Exception):
-    """A worker does not see the rows where they were said to be."""
-
-
 class _SampleOffer:
-    """The rows of some trainings: where workers find them, or they themselves, sent once."""
+    """The samples of some trainings: where workers find them, or the samples themselves, sent once."""
 
-    def __init__(self, client: Any, job: Job, order: JobSpec) -> None:
-        self.client, self.rows = client, order.rows
-        self.metadata, location = strip_samples(order.settings, order.rows)
+    def __init__(self, client: Any, job: Job, spec: JobSpec) -> None:
+        self.client, self.rows = client, spec.rows
+        self.metadata, location = strip_samples(spec.settings, spec.rows)
         in_files = not job.record.manifest["memory"]
         is_visible = in_files and all(client.run(path_exists, location).values())
         self.place = location if is_visible else None
@@ -123,74 +124,70 @@ class _SampleOffer:
 
     @cached_property
     def samples_future(self) -> Any:
-        # rows as the result of a task: those of a lost worker are made again, unlike scattered ones
+        # As the result of a task: those of a lost worker are computed again, unlike scattered ones.
         return self.client.submit(_identity, self.rows, pure=False)
 
 
 def _submit(client: Any, job: Job, offers: Mapping[int, _SampleOffer]) -> Any:
-    order = job.spec
-    assert order is not None
-    offer = offers[id(order.rows)]
+    spec = job.spec
+    assert spec is not None
+    offer = offers[id(spec.rows)]
     rows = offer.samples_future if offer.place is None else offer.metadata_future
-    job_args = (order.settings, rows, offer.place, order.seed, order.training)
+    training = WorkerTraining(spec.settings, spec.seed, spec.training)
     record = (job.record.folder.absolute(), job.record.manifest, _saved_progress(job))
-    return client.submit(run_on_worker, *job_args, *record, pure=False, priority=job.cost)
+    return client.submit(run_on_worker, training, rows, offer.place, *record, pure=False, priority=job.cost)
 
 
 def _identity(rows: EmbeddedTable) -> EmbeddedTable:
     return rows
 
 
-TrainingFiles = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines and files of a training
-
-
 def _saved_progress(job: Job) -> TrainingFiles:
-    """What there is of a training that was stopped: its lines, and its checkpoint."""
+    """Return the lines and the checkpoint of a stopped training."""
     assert job.spec is not None
     name = f"{job.spec.seed}-{slug(job.spec.training)}"
     folder = job.record.folder / "trainings"
     file = folder / f"{name}.checkpoint"
-    if not file.exists() or (folder / f"{name}.local").exists():  # too much to be sent
+    if not file.exists() or (folder / f"{name}.local").exists():  # local tensors on disk are too large to send
         return [], {}
     lines = [line for line in job.record.lines() if line["training"] == name]
     return lines, {file.name: file.read_bytes()}
 
 
 def run_on_worker(
-    settings: Settings,
+    training: WorkerTraining,
     rows: EmbeddedTable,
     place: SampleLocation | None,
-    seed: int,
-    name: str,
-    run: Path,  # its folder, where the command is
+    run: Path,  # the folder of the run, where the command was called
     manifest: Mapping[str, Any],
     progress: TrainingFiles,
 ) -> tuple[list[dict[str, Any]], dict[str, bytes], Any]:
-    """What a worker does: a training in a folder of its own, given back as lines and files."""
+    """Run a training on a worker; return its lines, files and scores."""
     if place is not None:
         loaded = load_samples(rows, place)
         if loaded is None:
             raise SamplesNotVisible
         rows = loaded
-    prepared = prepare(replace(settings, workers=1), rows, seed)
-    (training,) = (candidate for candidate in prepared.trainings if candidate.name == name)
-    name_on_disk = file_name(training, seed)
-    with _worker_record(run, name_on_disk, manifest) as record, one_thread():
+    prepared = prepare(replace(training.settings, workers=1), rows, training.seed)
+    (planned,) = (candidate for candidate in prepared.trainings if candidate.name == training.name)
+    name = file_name(planned, training.seed)
+    with _worker_record(run, name, manifest) as record, one_thread():
         folder = record.folder / "trainings"
-        if not (folder / f"{name_on_disk}.checkpoint").exists():
+        if not (folder / f"{name}.checkpoint").exists():
             for line in progress[0]:
                 record.add_line(line)
             for file, data in progress[1].items():
                 write_file(folder / file, data)
-        scores = train(prepared, training, record, lambda rounds: None)
-        paths = folder.glob(f"{name_on_disk}.*")
-        return record.lines(), {path.name: path.read_bytes() for path in paths}, scores
+        scores = train(prepared, planned, record, lambda rounds: None)
+        return record.lines(), {path.name: path.read_bytes() for path in folder.glob(f"{name}.*")}, scores
 
 
 @contextmanager
 def _worker_record(run: Path, name: str, manifest: Mapping[str, Any]) -> Iterator[Record]:
-    """A record for one training: in the run's folder if it is seen from here, so that it outlives
-    this worker; else, or if another worker is at it still, in a folder that goes with it."""
+    """Open a record for one training: in the run's folder if this worker sees it, so that it outlives the worker.
+
+    Otherwise, or if another worker still holds it, the record is in a temporary folder.
+    """
     with ExitStack() as stack:
         try:
             if read_manifest(run) != manifest:
@@ -203,41 +200,23 @@ def _worker_record(run: Path, name: str, manifest: Mapping[str, Any]) -> Iterato
         yield record
 
 
-def collect_lost_trainings(record: Record) -> None:
-    """Takes into a record what lost trainings of an earlier cluster have left in its folder."""
-    for folder in sorted((record.folder / CLUSTER_FOLDER).glob("*")):
-        if is_locked(folder / ".lock"):  # a worker that nobody waits for any more
-            continue
-        worker_folder, trainings = folder / "trainings", record.folder / "trainings"
-        checkpoint = f"{folder.name}.checkpoint"
-        if (worker_folder / checkpoint).exists() and not (trainings / f"{folder.name}.json").exists():
-            record.drop_lines_after(folder.name, 0)
-            for line in Record(folder).lines():
-                record.add_line(line)
-            trainings.mkdir(exist_ok=True)
-            for file in (worker_folder / f"{folder.name}.local", worker_folder / checkpoint):
-                if file.exists():
-                    file.replace(trainings / file.name)
-        rmtree(folder, ignore_errors=True)
-
-
 def _store_result(job: Job, lines: Sequence[Mapping[str, Any]], files: Mapping[str, bytes], outcome: Any) -> Any:
-    """Writes what came back; the outcome goes last, for it says that a training is done."""
+    """Write what came back; the scores go last, because they mark a training as finished."""
     assert job.spec is not None
     name = f"{job.spec.seed}-{slug(job.spec.training)}"
     folder = job.record.folder / "trainings"
     try:
         have = [line for line in job.record.lines() if line["training"] == name]
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(have, lines, strict=False))))
-        job.record.drop_lines_after(name, same)  # and tells nobody twice of what was there before
+        job.record.drop_lines_after(name, same)  # lines that were there are not reported twice
         for line in lines[same:]:
             job.record.add_line(line)
-        for file in sorted(files, key=lambda path_name: path_name == f"{name}.json"):
+        for file in sorted(files, key=lambda file: file == f"{name}.json"):
             write_file(folder / file, files[file])
-        for end in ("checkpoint", "local"):  # of an earlier run, on one machine
+        for end in ("checkpoint", "local"):  # of an earlier attempt on this machine
             (folder / f"{name}.{end}").unlink(missing_ok=True)
         rmtree(job.record.folder / CLUSTER_FOLDER / name, ignore_errors=True)
-        with suppress(OSError):  # others are there still, or it never was
+        with suppress(OSError):  # other trainings are still there, or it never existed
             (job.record.folder / CLUSTER_FOLDER).rmdir()
     except FedVLMError as error:
         return error
@@ -246,7 +225,7 @@ def _store_result(job: Job, lines: Sequence[Mapping[str, Any]], files: Mapping[s
 
 @contextmanager
 def _client(on: str) -> Iterator[Any]:
-    """A connection to the scheduler; it runs pickled code, so it is TLS or this machine alone."""
+    """Connect to the scheduler; Dask runs pickled code, so this takes TLS or this machine only."""
     try:
         from distributed import Client, LocalCluster, Security
     except ImportError as error:
@@ -260,9 +239,9 @@ def _client(on: str) -> Iterator[Any]:
         ):
             yield client
         return
-    address, security = _address(on), None
+    address, security = parse_address(on), None
     if address.startswith("tls:"):
-        security = Security(require_encryption=True)  # files as Dask's own settings name them
+        security = Security(require_encryption=True)  # with the files that Dask's own settings name
         if not security.get_connection_args("client").get("ssl_context"):
             raise SettingsError(
                 f"--on {on}: no certificate is named; set distributed.comm.tls in Dask's settings "
@@ -276,24 +255,23 @@ def _client(on: str) -> Iterator[Any]:
         yield client
 
 
-def _address(on: str) -> str:
+def parse_address(on: str) -> str:
+    """Return the scheduler's address from `--on`, or `dask` for a cluster on this machine."""
+    if on == "dask":
+        return on
     place = urlsplit(on)
     if place.scheme in ("dask", "tls") and place.netloc:
         return f"tls://{place.netloc}"
     if place.scheme == "tcp" and place.hostname in (LOCALHOST, "localhost"):
         return on
-    raise SettingsError(f"--on {on!r}: name {ADDRESS_FORMS}")
-
-
-STORE_PREFIX = "store:"
-MAX_OPEN_TABLES = 2  # tables of rows that a worker keeps open
+    raise SettingsError(f"--on must be {ADDRESS_FORMS}; got {on!r}")
 
 
 _open_tables: dict[str, EmbeddedTable] = {}
 
 
 def strip_samples(settings: Settings, rows: EmbeddedTable) -> tuple[EmbeddedTable, SampleLocation]:
-    """The rows without what lies in a file, and where that is."""
+    """Return a table without its embeddings, and where these are on disk."""
     of_store = settings.encoder.startswith(STORE_PREFIX)
     place = SampleLocation(
         Path(settings.encoder.removeprefix(STORE_PREFIX)).expanduser().absolute()
@@ -308,12 +286,11 @@ def strip_samples(settings: Settings, rows: EmbeddedTable) -> tuple[EmbeddedTabl
 
 
 def path_exists(place: SampleLocation) -> bool:
-    """Whether there is a file or folder of that name on this machine."""
     return place.path.exists()
 
 
 def load_samples(bare: EmbeddedTable, place: SampleLocation) -> EmbeddedTable | None:
-    """The rows with what lies there; None if it is not there, or not the same."""
+    """Return the table with its embeddings from disk; None if they are missing or differ."""
     if place.digest not in _open_tables:
         try:
             x, patches = _read(bare, place)

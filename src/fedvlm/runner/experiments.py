@@ -1,56 +1,65 @@
-"""The runs of an experiment's file: its methods, at the points of its sweep."""
+"""Expand an experiment into runs: its methods, the points of its sweep, and its baselines."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
 from fedvlm.channel.settings import Channel
-from fedvlm.core import check_type, make, methods
+from fedvlm.core import check_type, make
 from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, renamed, unknown_name
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
-from fedvlm.runner.settings import Settings, build, override, parse_value, set_value
+from fedvlm.runner.settings import (
+    Settings,
+    build,
+    override,
+    parse_value,
+    protocol_setting_names,
+    read_method,
+    set_value,
+)
 from fedvlm.storage.files import flatten
 
 Grid = dict[str, list[Any]]  # values by dotted names
-# What an experiment says besides the settings of a run.
-EXPERIMENT_KEYS = ("title", "paper", "traffic", "baselines", "methods", "sweep")
+EXPERIMENT_KEYS = ("title", "paper", "traffic", "baselines", "methods", "sweep")  # besides the settings of a run
+EXECUTION_SETTINGS = ("workers", "access", "reproduces", "protocol_settings")  # settings that cannot be swept
+OPEN_TABLES = ("source",)  # tables whose keys are not known beforehand
+BASELINES = ("zero-shot", "alone", "pooled")
 
 
 def swept_grid(values: Mapping[str, Any], assignments: Iterable[str] = ()) -> Grid:
-    """What `[sweep]` goes over; a setting that is assigned is not swept."""
+    """Return the grid of `[sweep]` without settings that are assigned."""
     fixed = {text.partition("=")[0].strip() for text in assignments}
-    full_grid = read_grid(values.get("sweep", {}))
-    return {key: points for key, points in full_grid.items() if key not in fixed}
+    return {key: points for key, points in read_grid(values.get("sweep", {})).items() if key not in fixed}
 
 
 def experiment_runs(values: Mapping[str, Any], assignments: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The settings of each run: one per method of `[[methods]]` and per point of `[sweep]`.
+    """Return the values of each run: one per method of `[[methods]]` and point of `[sweep]`.
 
-    Assignments, as `--set` has them, are laid over every one of them.
+    Assignments, as `--set` has them, are applied to every run.
     """
     assignments = list(assignments)
     return expand(base_runs(values, assignments), swept_grid(values, assignments))
 
 
 def base_runs(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The settings of each method, as they are before a sweep goes over them."""
+    """Return the values of each method before the sweep."""
     if (strange := next((key for key in values if renamed(key, EXPERIMENT_KEYS)), None)) is not None:
         raise unknown_name("setting of an experiment", strange, EXPERIMENT_KEYS)
     common = {key: value for key, value in values.items() if key not in EXPERIMENT_KEYS}
     method_tables = values.get("methods")
     if method_tables is not None and (not isinstance(method_tables, list) or not method_tables or "method" in common):
-        raise SettingsError("methods is a list of tables, [[methods]] each, and without [method]")
-    method_values = [common] if method_tables is None else [{**common, "method": table} for table in method_tables]
-    return [override(table, assignments) for table in method_values]
+        raise SettingsError("methods must be a list of tables, [[methods]] each, without [method] beside it")
+    runs = [common] if method_tables is None else [{**common, "method": table} for table in method_tables]
+    return [override(run, assignments) for run in runs]
 
 
-def to_file_values(notes: Mapping[str, Any], method_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The other way: rows that differ in their method only, as the values of one file."""
-    out = {key: notes[key] for key in EXPERIMENT_KEYS if key in notes and key != "methods"}
+def to_file_values(experiment: Mapping[str, Any], method_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return runs that differ only in their method as the values of one experiment file."""
+    out = {key: experiment[key] for key in EXPERIMENT_KEYS if key in experiment and key != "methods"}
     if not out.get("sweep"):
         out.pop("sweep", None)
     out |= {key: value for key, value in method_rows[0].items() if key != "method"}
@@ -60,19 +69,15 @@ def to_file_values(notes: Mapping[str, Any], method_rows: Sequence[Mapping[str, 
     return {**out, "methods": [{"name": table} if isinstance(table, str) else table for table in method_tables]}
 
 
-EXECUTION_SETTINGS = ("workers", "access", "reproduces")  # settings that decide no number
-OPEN_TABLES = ("source",)  # tables whose names are not listed anywhere
-
-
 def read_sweep(texts: Iterable[str]) -> Grid:
-    """`a.b=1,2,3` of the command line; values are TOML, or else plain words."""
+    """Read `a.b=1,2,3` of the command line; values are TOML, or else plain words."""
     grid_values: Grid = {}
     for text in texts:
         path, equals, raw = text.partition("=")
         if not equals or not path.strip() or not raw.strip():
             raise SettingsError(f"--sweep {text!r} is not of the form a.b=1,2,3")
         try:
-            values = tomllib.loads(f"each = [{raw}]")["each"]
+            values = tomllib.loads(f"values = [{raw}]")["values"]
         except tomllib.TOMLDecodeError:
             values = [parse_value(word) for word in raw.split(",")]
         grid_values[path.strip()] = values
@@ -80,21 +85,21 @@ def read_sweep(texts: Iterable[str]) -> Grid:
 
 
 def read_grid(table: Any) -> Grid:
-    """The values of every swept setting: one or more, of one type, each once."""
+    """Read the values of every swept setting: one or more, of one type, each once."""
     if not isinstance(table, Mapping):
         raise SettingsError(f'sweep = {table!r}; write a table, as "method.blocks" = [1, 2, 4]')
     flat_values = flatten(table)
     for key, values in flat_values.items():
         if not isinstance(values, list | tuple) or not values:
-            raise SettingsError(f"sweep: {key} = {values!r}; it takes a list of values, as [1, 2, 4]")
+            raise SettingsError(f"sweep: {key} must be a list of values, as [1, 2, 4]; got {values!r}")
         if len(kinds := {_type_name(value): value for value in values}) > 1:
             types_text = " and ".join(f"{value!r} ({kind})" for kind, value in kinds.items())
             raise SettingsError(
-                f"sweep: {key} = {list(values)} has values of mixed types, {types_text}; give values of "
-                "one type, and sweep the others by themselves"
+                f"sweep: {key} = {list(values)} has values of mixed types, {types_text}; use values of one type in "
+                "each sweep"
             )
         if any(value in values[:place] for place, value in enumerate(values)):
-            raise SettingsError(f"sweep: {key} = {list(values)} has a value twice; name each once")
+            raise SettingsError(f"sweep: {key} = {list(values)} has a value twice; write each once")
     return {key: list(values) for key, values in flat_values.items()}
 
 
@@ -104,39 +109,36 @@ def _type_name(value: Any) -> str:
 
 
 def expand(rows: Sequence[Mapping[str, Any]], over: Grid) -> list[dict[str, Any]]:
-    """Every row at every point; a method without a swept setting of methods is at one of them."""
+    """Return every row at every point of a grid; a method is not repeated over settings it does not have."""
     names = [_sweepable_names(row) for row in rows]
     for key in over:
-        allowed = {name for entry in names for name in entry}
+        allowed = set[str]().union(*names)
         if key not in allowed and key.partition(".")[0] not in OPEN_TABLES:
             raise unknown_name("setting to sweep", key, allowed)
     out = []
     for row, allowed in zip(rows, names, strict=True):
         swept_keys = [key for key in over if key in allowed or key.partition(".")[0] in OPEN_TABLES]
         for values in product(*(over[key] for key in swept_keys)):
-            entry = dict(row)
+            run = dict(row)
             for key, value in zip(swept_keys, values, strict=True):
-                alone = key == "seeds" and isinstance(value, int)  # a seed to each point
-                entry = set_value(entry, key, [value] if alone else value)
-            out.append(entry)
+                is_seed = key == "seeds" and isinstance(value, int)  # one seed per point
+                run = set_value(run, key, [value] if is_seed else value)
+            out.append(run)
     return out
 
 
 def _sweepable_names(row: Mapping[str, Any]) -> set[str]:
-    """All settings that a row may be swept over, by dotted names."""
+    """Return the dotted names of all settings that a row may be swept over."""
     parts: dict[str, Any] = {"clients": Clients, "channel": Channel}
     for key in ("method", "warm_start"):
-        value = row.get(key)
-        name = value.get("name") if isinstance(value, Mapping) else value
-        kind = methods().get(name) if isinstance(name, str) else value
-        if kind is not None:
-            parts[key] = kind
-    setting_names = {setting.name for setting in fields(Settings) if setting.name not in EXECUTION_SETTINGS}
-    return setting_names | {f"{key}.{setting.name}" for key, kind in parts.items() for setting in fields(kind)}
+        if row.get(key) is not None:
+            parts[key] = read_method(row[key])
+    names = {setting.name for setting in fields(Settings)} - set(EXECUTION_SETTINGS) | protocol_setting_names(row)
+    return names | {f"{key}.{setting.name}" for key, kind in parts.items() for setting in fields(kind)}
 
 
 def build_all(rows: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[Settings]:
-    """Settings of rows; a point that cannot be is named, before any is run."""
+    """Build the settings of all rows; name the point of the sweep that is refused, before any run."""
     out = []
     for row in rows:
         try:
@@ -148,29 +150,27 @@ def build_all(rows: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[S
 
 
 def describe_point(values: Mapping[str, Any], swept: Sequence[str]) -> str:
-    """Where in a grid a run is, of its settings by dotted names."""
+    """Return the swept settings of a run, from its values by dotted names."""
     return ", ".join(f"{key}={values[key]}" for key in swept if key in values)
 
 
-def run_all(
+def split_outcomes(
     settings: Sequence[Settings],
-    swept: Sequence[str],
-    run: Callable[[Sequence[Settings], bool], Sequence[Record | Exception]],
+    outcomes: Sequence[Record | Exception],
+    swept: Sequence[str] = (),
     keep_going: bool = False,
 ) -> tuple[list[Record], list[str]]:
-    """The runs that could be finished, and what hindered the others, each by its name.
+    """Return the records of finished runs and a message for each failed one.
 
-    `run` has them all together, and is told whether one that cannot begin is to be endured.
-    Without a sweep a failure is raised, unless they are to endure it.
+    Raise the first failure if there is no sweep, unless `keep_going`; raise if all runs failed.
     """
-    keep_going = keep_going or bool(swept)
     done: list[Record] = []
     failed: list[str] = []
-    for run_settings, outcome in zip(settings, run(settings, keep_going), strict=True):
+    for run_settings, outcome in zip(settings, outcomes, strict=True):
         if not isinstance(outcome, Exception):
             done.append(outcome)
             continue
-        if not keep_going:
+        if not (keep_going or swept):
             raise outcome
         kind = "" if isinstance(outcome, FedVLMError) else f"{type(outcome).__name__}: "
         at = describe_point(flatten(run_settings.identity()), swept)
@@ -181,11 +181,8 @@ def run_all(
     return done, failed
 
 
-BASELINES = ("zero-shot", "alone", "pooled")
-
-
 def wants_baselines(values: Mapping[str, Any]) -> bool:
-    """As `baselines` says; without it, unless an experiment stands beside a paper's own table."""
+    """Return `baselines`; by default they are run unless the experiment has a paper's table to compare with."""
     if "baselines" in values:
         check_type("baselines", values["baselines"], bool)
         return bool(values["baselines"])
@@ -193,16 +190,15 @@ def wants_baselines(values: Mapping[str, Any]) -> bool:
 
 
 def missing_baselines(settings: Sequence[Settings], done: Record) -> list[Settings]:
-    """The bars that runs of one data set lack; `done` is one of these runs.
+    """Return the baselines that runs of one data set lack; `done` is one of these runs.
 
-    Nothing of a method's own (channel, descriptions, …) is in them, so that they are the same runs
-    whatever they stand beside.
+    They have none of the methods' settings (channel, descriptions, …), so that they are the same runs for all.
     """
     existing = {run_settings.method.name for run_settings in settings}
     if done.manifest["text"] is None:
         existing.add("zero-shot")
     if settings[0].protocol == BaseToNew.name:
-        existing |= {"alone", "pooled"}  # they know no new class
+        existing |= {"alone", "pooled"}  # they cannot predict new classes
     plain = replace(
         settings[0],
         warm_start=None,

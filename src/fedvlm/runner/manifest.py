@@ -1,4 +1,4 @@
-"""Which code a run was made by, and when."""
+"""Build the manifest of a run: its data, its clients, and the code, versions and devices it was made with."""
 
 import platform
 import subprocess
@@ -14,17 +14,57 @@ import numpy as np
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, make
-from fedvlm.data.partition import Partition
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.devices import Device, choose_device, describe_device, set_deterministic
-from fedvlm.runner.prepare import template_of
+from fedvlm.encoders import encoder_options, find_kind
+from fedvlm.runner.prepare import Prepared, template_of
 from fedvlm.runner.settings import Settings
 
-ON_DEVICE = ("demo", "hf", "openai")  # encoders that have access.device
+
+def run_manifest(seeds: Sequence[Prepared], in_memory: bool) -> dict[str, Any]:
+    """Return the manifest of a prepared run, without its identity."""
+    first = seeds[0]
+    settings, samples, clients = first.settings, first.rows, first.partition.clients
+    splits = ["train", "validation", "test"]
+    if any(len(client.calibration) for client in clients.values()):
+        splits.append("calibration")
+    return {
+        **build_manifest(
+            describe_samples(samples),
+            [training.name for training in first.trainings],
+            {id: {split: len(getattr(client, split)) for split in splits} for id, client in clients.items()},
+            {prepared.seed: prepared.partition.dropped for prepared in seeds},
+        ),
+        "counts": {  # training samples of each client, per class
+            id: np.bincount(samples.labels[client.train], minlength=len(samples.classes)).tolist()
+            for id, client in clients.items()
+        },
+        "domains": first.partition.domains,
+        "usual": default_values(settings.method),
+        "devices": device_info(settings, in_memory),
+        "memory": in_memory,
+        "reproduces": list(settings.reproduces),
+    }
+
+
+def build_manifest(
+    samples: Mapping[str, Any],
+    trainings: Sequence[str],
+    clients: Mapping[str, Mapping[str, int]],  # samples per split
+    dropped: Mapping[int, int],  # duplicates, by seed
+) -> dict[str, Any]:
+    """Return what every manifest holds, of a simulated or a deployed run."""
+    return {
+        **samples,
+        "trainings": list(trainings),
+        "clients": dict(clients),
+        "duplicates_dropped": dict(dropped),
+        **provenance(),
+    }
 
 
 def provenance() -> dict[str, Any]:
-    """When a run was started, and by which versions of this code and of what it stands on."""
+    """Return the versions of the code and of its libraries, its commit, and the time."""
     return {
         "versions": {
             "fedvlm": version("fedvlm"),
@@ -32,21 +72,36 @@ def provenance() -> dict[str, Any]:
             **{name: version(name) for name in ("torch", "numpy", "transformers")},
         },
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **commit(),
+        **_commit(),
     }
 
 
-def device_info(settings: Settings, memory: bool) -> dict[str, Any]:
-    """Where a run computes and by which flags, and in which precision its images are encoded."""
-    out = {"training": device_of(settings.device)}
-    if not memory and settings.encoder.partition(":")[0] in ON_DEVICE:
-        description = device_of(settings.access.get("device", "cpu"))
-        is_half_precision = description["device"] != "cpu"
-        out["encoding"] = description | {"precision": "float16" if is_half_precision else "float32"}
-    return out
+def describe_samples(samples: EmbeddedTable) -> dict[str, Any]:
+    return {
+        "encoder": samples.encoder,
+        "rows": samples.fingerprint,
+        "data": samples.name,
+        "classes": samples.classes,
+        "dim": samples.x.shape[1],
+        "scale": samples.scale,
+        "text": None if samples.text is None else samples.text.tolist(),
+    } | template_of(samples)
 
 
-def device_of(name: Device) -> dict[str, Any]:
+def device_info(settings: Settings, in_memory: bool) -> dict[str, Any]:
+    """Describe where a run trains and encodes, and the precision of encoding."""
+    info = {"training": _describe(settings.device)}
+    if not in_memory and "device" in encoder_options(settings.encoder):
+        info["encoding"] = _describe(settings.access.get("device", "cpu"))
+        if find_kind(settings.encoder)[0].module.startswith(
+            "fedvlm."
+        ):  # encoders of other packages choose their own precision
+            is_half_precision = info["encoding"]["device"] != "cpu"
+            info["encoding"]["precision"] = "float16" if is_half_precision else "float32"
+    return info
+
+
+def _describe(name: Device) -> dict[str, Any]:
     device = choose_device(name)
     if device.type != "cpu":
         set_deterministic()
@@ -54,61 +109,23 @@ def device_of(name: Device) -> dict[str, Any]:
 
 
 def default_values(method: Method) -> dict[str, Any]:
-    """What a table says of a run only where it is otherwise, so that it can do without the code."""
-    plain = {"method": asdict(make(method.name)), "channel": asdict(Channel())}
+    """Return the defaults that a table compares a run's settings with, so that it needs no code."""
+    defaults = {"method": asdict(make(method.name)), "channel": asdict(Channel())}
     traits = {"centralised": method.traits.privacy.centralised, "reference": method.traits.training.reference}
-    return {**dict(loads(dumps(plain))), **traits}  # as a manifest has it
+    return {**dict(loads(dumps(defaults))), **traits}  # with lists for tuples, as a manifest has them
 
 
-def commit() -> dict[str, Any]:
-    """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
+def _commit() -> dict[str, Any]:
+    """Return the commit of this code and whether it was changed since; None outside of a checkout."""
 
     def git(*words: str) -> str:
-        package_folder = Path(__file__).parents[1]
-        return subprocess.run(
-            ["git", *words], cwd=package_folder, capture_output=True, text=True, check=True, timeout=5
-        ).stdout.strip()
+        folder = Path(__file__).parents[1]
+        command = ["git", *words]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
 
     try:
-        if not git("ls-files", "--", "__init__.py"):
-            return {"commit": None, "dirty": None}
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        if git("ls-files", "--", "__init__.py"):
+            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-
-
-def class_counts(rows: EmbeddedTable, partition: Partition) -> dict[str, list[int]]:
-    """Training rows per class of each client."""
-    return {
-        id: np.bincount(rows.labels[member.train], minlength=len(rows.classes)).tolist()
-        for id, member in partition.clients.items()
-    }
-
-
-def describe_samples(rows: EmbeddedTable) -> dict[str, Any]:
-    """What the manifest tells of rows and encoder."""
-    return {
-        "encoder": rows.encoder,
-        "rows": rows.fingerprint,
-        "data": rows.name,
-        "classes": rows.classes,
-        "dim": rows.x.shape[1],
-        "scale": rows.scale,
-        "text": None if rows.text is None else rows.text.tolist(),
-    } | template_of(rows)
-
-
-def build_manifest(
-    about: Mapping[str, Any],
-    trainings: Sequence[str],
-    clients: Mapping[str, Mapping[str, int]],  # rows of each part
-    dropped: Mapping[int, int],  # rows, by seed
-) -> dict[str, Any]:
-    """Everything a reader needs to know where the numbers come from."""
-    return {
-        **about,
-        "trainings": list(trainings),
-        "clients": dict(clients),
-        "duplicates_dropped": dict(dropped),
-        **provenance(),
-    }
+        pass
+    return {"commit": None, "dirty": None}

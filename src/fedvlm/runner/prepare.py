@@ -1,10 +1,10 @@
-"""Settings and rows to a prepared run: who has which rows, who trains, and on what.
+"""Prepare a run: assign samples to clients and splits, and build what each training works on.
 
-Nothing else divides rows for a run: the run itself, its audit, a deployed site and a client that
-joins later all start from what is prepared here.
+This is the only place that partitions samples: a run, its audit, `fedvlm partition`, a deployed site and a late
+joiner all start from here.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,12 +37,13 @@ from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.storage.large_tensors import iterate_chunks
 
 Ints = NDArray[np.int64]
-CALIBRATION_RATIO = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
+CALIBRATION_RATIO = 1 / 3  # of the validation samples of own data: set aside for conformal prediction
+MIN_BASE_TO_NEW_CLASSES = 4  # two in each half
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One seed of a run before anything is trained."""
+    """Hold one seed of a run before anything is trained."""
 
     settings: Settings
     rows: EmbeddedTable
@@ -50,11 +51,11 @@ class Prepared:
     partition: Partition
     frozen: Frozen
     new: "NewClasses | None" = None  # base-to-new: the classes nobody trains on
-    all_class_samples: EmbeddedTable | None = None  # base-to-new: the rows of all classes, as they were given
+    all_class_samples: EmbeddedTable | None = None  # base-to-new: the samples of all classes
 
     @property
     def source_samples(self) -> EmbeddedTable:
-        """The rows it was prepared from."""
+        """Return the samples this was prepared from."""
         return self.rows if self.all_class_samples is None else self.all_class_samples
 
     @cached_property
@@ -63,21 +64,21 @@ class Prepared:
 
     @cached_property
     def generalises(self) -> bool:
-        """An unseen client of a method that trains but shares nothing has learnt nothing."""
+        """Return False for a method that trains but shares nothing: an unseen client gains nothing from it."""
         shared, _ = self.settings.method.init(self.frozen)
         return bool(shared) or self.settings.method.rounds == 0
 
     def check(self) -> None:
-        """Refuses clients and reference rows that the method cannot work with."""
+        """Refuse clients and reference samples that the method cannot work with."""
         for training in self.trainings:
             contract.check_training_data(self.settings.method, self.rows, self.partition, training)
 
     def reference(self, training: Training) -> Ints:
-        """The unlabelled rows that the method adapts to in a training, if it does."""
+        """Return the unlabelled samples that the method adapts to, if it does."""
         return contract.reference_samples(self.settings.method, self.partition, training)
 
     def world(self, training: Training) -> World:
-        """All that one training works on."""
+        """Return what one training works on."""
         members = self._members(training)
         texts = texts_by_client(self.rows.texts, self.partition.clients)
         world = self._world(members, texts, self.reference(training))
@@ -87,7 +88,7 @@ class Prepared:
         everyone = self.partition.clients
         plain = not (training.unseen or self.centralised)
         if plain and len(training.train) == len(everyone):
-            return everyone  # which many clients take no memory in
+            return everyone  # a mapping that is small even for many clients
         train = set(training.train)
         members = {id: member for id, member in everyone.items() if id in train}
         members |= {id: self._unseen(id) for id in training.unseen}
@@ -96,7 +97,7 @@ class Prepared:
         return members
 
     def new_world(self) -> World:
-        """What the test rows of new classes are measured on, when all training is over."""
+        """Return what the test samples of new classes are measured on, after all training."""
         assert self.new is not None
         new_prepared = replace(self, rows=self.new.rows, frozen=self.new.frozen)
         return new_prepared._world(self.new.members, {}, np.zeros(0, np.int64))
@@ -107,17 +108,17 @@ class Prepared:
 
     @property
     def centralised(self) -> bool:
-        """Whether the run is no federation: one client with the rows of all that train."""
+        """Return whether one client holds the samples of all that train, instead of a federation."""
         return self.settings.centralised or self.settings.method.traits.privacy.centralised
 
     def measured_training(self, training: Training) -> Training:
-        """Who trains and who is only measured: if rows are pooled, all clients are."""
+        """Return who trains and who is only measured; with pooled samples, all clients are only measured."""
         if not self.centralised:
             return training
         return replace(training, train=(POOLED_CLIENT,), unseen=(*training.train, *training.unseen))
 
     def warm_world(self, training: Training) -> World:
-        """The same as the one-shot method that gives the first head sees it."""
+        """Return the world as the one-shot method of a warm start sees it."""
         first = self.settings.warm_start
         assert first is not None
         return replace(
@@ -127,7 +128,7 @@ class Prepared:
         )
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
-        """What one client works on, without a row of another; `name` is what it is called there."""
+        """Return the world of one client, without samples of others; there it is called `name`."""
         name = name or id
         texts = texts_by_client(self.rows.texts, self.partition.clients)
         world = self._world(
@@ -152,7 +153,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class NewClasses:
-    """The other half of the classes, and each client's test rows of them."""
+    """Hold the classes nobody trains on, and each client's test samples of them."""
 
     rows: EmbeddedTable
     frozen: Frozen
@@ -160,38 +161,78 @@ class NewClasses:
 
 
 def prepare(settings: Settings, rows: EmbeddedTable, seed: int) -> Prepared:
-    clients = settings.clients
-    if rows.encoder == IN_MEMORY or own_data(settings):
+    partition, new_clients = divide_samples(settings, rows, seed)
+    if settings.protocol != BaseToNew.name:
+        return Prepared(settings, rows, seed, partition, frozen_of(rows, seed))
+    base, new_half = split_classes(rows)
+    new = NewClasses(new_half, frozen_of(new_half, seed), new_clients)
+    return Prepared(settings, base, seed, partition, frozen_of(base, seed), new, rows)
+
+
+def divide_samples(
+    settings: Settings, table: EmbeddedTable | SampleList, seed: int
+) -> tuple[Partition, dict[str, ClientSplit]]:
+    """Assign samples to clients and splits; also return the test samples of new classes (base-to-new only).
+
+    With base-to-new each half of the classes is divided by itself. Only test samples of the new half are used.
+    """
+    clients, undivided = settings.clients, () if settings.target == (EVERY_DOMAIN,) else settings.target
+    in_memory = isinstance(table, EmbeddedTable) and table.encoder == IN_MEMORY
+    if in_memory or own_data(settings):
         clients = with_calibration(clients)
-    if settings.protocol == BaseToNew.name:
-        base, new_half = split_classes(rows)
-        partition = _partition_half(base, clients, seed, undivided_targets(settings))
-        dealt_new = _partition_half(new_half, new_half_clients(clients), seed, ())
-        members = new_test_members(base, dealt_new, partition.clients)
-        new = NewClasses(new_half, frozen_of(new_half, seed), members)
-        return Prepared(settings, base, seed, partition, frozen_of(base, seed), new, rows)
-    partition = make_partition(rows, clients, seed, undivided_targets(settings))
-    release_memory()  # of many rows, what dealing them took
-    return Prepared(settings, rows, seed, partition, frozen_of(rows, seed))
+    if settings.protocol != BaseToNew.name:
+        partition = make_partition(table, clients, seed, undivided)
+        release_memory()  # that the partition of many samples took
+        return partition, {}
+    n_base = _count_base_classes(table.classes)
+    partition = _divide_classes(table, slice(0, n_base), clients, seed, undivided)
+    # Nobody trains on the new half, so it needs no shots and no public samples.
+    plain = replace(clients, shots=0, min_samples=1, calibration_ratio=None, public_ratio=0.0)
+    new = _divide_classes(table, slice(n_base, len(table.classes)), plain, seed, ())
+    content = rank_digests(table.content)
+    base_content = np.unique(content[table.labels < n_base])
+    none = np.zeros(0, np.int64)
+    return partition, {
+        id: ClientSplit(id, client.domain, none, none, client.test[~np.isin(content[client.test], base_content)])
+        for id, client in new.clients.items()
+        if id in partition.clients
+    }
 
 
-def _partition_half(rows: EmbeddedTable, clients: Clients, seed: int, undivided: Sequence[str]) -> Partition:
-    table, indices = half_table(rows)
-    return to_full_indices(make_partition(table, clients, seed, undivided), indices)
+def _divide_classes(
+    table: EmbeddedTable | SampleList, part: slice, clients: Clients, seed: int, undivided: Sequence[str]
+) -> Partition:
+    """Divide the samples of some classes; the partition has their indices in the whole table."""
+    indices = np.flatnonzero((table.labels >= part.start) & (table.labels < part.stop))
+    columns = {name: getattr(table, name)[indices] for name in ("domains", "clients", "splits")}
+    subset = SampleList(
+        table.classes[part],
+        table.labels[indices] - part.start,
+        **columns,
+        content=[table.content[index] for index in indices.tolist()],
+        groups=None if table.groups is None else table.groups[indices],
+    )
+    partition = make_partition(subset, clients, seed, undivided)
+    splits = ("train", "validation", "test", "calibration")
+    full = {
+        id: replace(client, **{split: indices[getattr(client, split)] for split in splits})
+        for id, client in partition.clients.items()
+    }
+    return Partition(full, partition.dropped, indices[partition.public])
 
 
 def own_data(settings: Settings) -> bool:
-    """Whether a run is on a user's own images; experiments on known data keep their splits."""
+    """Return whether a run is on a user's own images, and not on data of the catalogue or embeddings in a file."""
     return not settings.encoder.startswith("store:") and settings.data not in catalogue()
 
 
 def with_calibration(clients: Clients) -> Clients:
-    """A third of the validation rows, unless a share is named."""
+    """Set a third of the validation samples aside for calibration, unless a ratio is given."""
     return clients if clients.calibration_ratio is not None else replace(clients, calibration_ratio=CALIBRATION_RATIO)
 
 
 def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
-    """All their training and validation rows as those of one client; nobody tests it."""
+    """Return one client with the training and validation samples of all, and no test samples."""
     train, validation = (
         np.sort(np.concatenate([getattr(member, part) for member in members])) for part in ("train", "validation")
     )
@@ -199,20 +240,15 @@ def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
 
 
 def merge_test_samples(members: Sequence[ClientSplit]) -> ClientSplit:
-    """A client of all their test rows, and no others."""
+    """Return a client with the test samples of all, and nothing else."""
     none = np.zeros(0, np.int64)
     return ClientSplit(EVERYONE, "", none, none, np.sort(np.concatenate([m.test for m in members])))
-
-
-def undivided_targets(settings: Settings) -> tuple[str, ...]:
-    """What stays together however rows are dealt: the targets, if they are named."""
-    return () if settings.target == (EVERY_DOMAIN,) else settings.target
 
 
 def prepare_client(
     settings: Settings, rows: EmbeddedTable, id: str, seed: int, frozen: Frozen | None = None
 ) -> Prepared:
-    """The same for a client with rows of its own, which need not be of every class."""
+    """Prepare a single client, whose samples need not be of every class."""
     present, labels = np.unique(rows.labels, return_inverse=True)
     classes = tuple(rows.classes[i] for i in present)
     client_column = np.full(len(labels), id)
@@ -222,7 +258,7 @@ def prepare_client(
 
 
 def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> list[Training]:
-    """The trainings of one seed; of the clients nothing but their domains has to be known."""
+    """Return the trainings of one seed; a server needs no more than the clients' domains."""
     return settings.rules().trainings(domains, seed)
 
 
@@ -246,59 +282,60 @@ def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
 
 
 def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None) -> Frozen:
-    """What a manifest, a saved classifier or a site tells of classes and encoder; no towers."""
+    """Build the frozen tensors from a manifest, a saved classifier or a site's reply; without towers."""
     classes = tuple(about["classes"])
     scale = float(about["scale"])
     return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
 
 
 def template_of(rows: Frozen | EmbeddedTable) -> dict[str, str]:
-    """What a manifest, a saved classifier and a site tell of the words around a prompt."""
+    """Return the prompt template, as manifests, saved classifiers and sites' replies hold it."""
     return {} if rows.text_tower is None else {"template": rows.text_tower.template}
 
 
 def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
-    """Refuses rows no method can use, before any work."""
-    # A sum is finite only if all its numbers are, and takes no second copy of the rows.
+    """Refuse samples that no method can use, before any work."""
+    # A sum is finite only if all its numbers are, and needs no second copy of the embeddings.
     sums = torch.cat([part.sum(dim=1) for _, part in iterate_chunks(rows.x)])
     bad = (~sums.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise DataError(
             f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
-            "encode them again, or leave those rows out"
+            "encode these samples again, or leave them out"
         )
     if len(rows.classes) < 2:
-        raise DataError(f"there is one class only, {rows.classes[0]!r}; a classifier takes two or more")
+        raise DataError(f"there is only one class, {rows.classes[0]!r}; a classifier needs at least two")
     outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < len(rows.classes)]
     if outside:
         raise DataError(
-            f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "
-            f"{len(rows.classes) - 1}); correct the labels, or name every class"
+            f"label {outside[0]} must be from 0 to {len(rows.classes) - 1}, as there are {len(rows.classes)} classes; "
+            "correct the labels, or name every class"
         )
     check_needs(settings.method, rows.encoder, rows.offers())
-    ready = frozen_of(rows, settings.seeds[0])
-    settings.method.init(ready)  # a method may refuse the dimension
+    frozen = frozen_of(rows, settings.seeds[0])
+    settings.method.init(frozen)  # a method may refuse the dimension
     if settings.protocol == BaseToNew.name:
-        split_classes(rows)
-        check_new_classes(settings.method, ready)
+        _count_base_classes(rows.classes)
+        check_new_classes(settings.method, frozen)
     if settings.warm_start is not None:
         check_needs(settings.warm_start, rows.encoder, rows.offers())
-        check_warm_start(settings.warm_start, settings.method, ready)
+        check_warm_start(settings.warm_start, settings.method, frozen)
 
 
-MIN_CLASSES = 4  # classes: two in each half, or there is nothing to tell apart
+def _count_base_classes(classes: Sequence[str]) -> int:
+    """Return the size of the base half: the first classes, one more than the new half if their number is odd."""
+    if len(classes) < MIN_BASE_TO_NEW_CLASSES:
+        raise DataError(
+            f"base-to-new needs at least {MIN_BASE_TO_NEW_CLASSES} classes, got {len(classes)}; use protocol = "
+            "'own-test', or data with more classes"
+        )
+    return -(-len(classes) // 2)
 
 
 def split_classes(rows: EmbeddedTable) -> tuple[EmbeddedTable, EmbeddedTable]:
-    """The same rows twice, each with the labels of one half and -1 for rows of the other."""
-    count = len(rows.classes)
-    if count < MIN_CLASSES:
-        raise DataError(
-            f"base-to-new takes {MIN_CLASSES} classes or more, and {rows.name} has {count}; take "
-            "protocol = 'own-test', or data with more classes"
-        )
-    middle = -(-count // 2)
-    return _half(rows, 0, middle), _half(rows, middle, count)
+    """Return the samples twice: with the labels of the base and of the new half, and -1 for the other half."""
+    middle = _count_base_classes(rows.classes)
+    return _half(rows, 0, middle), _half(rows, middle, len(rows.classes))
 
 
 def _half(rows: EmbeddedTable, first: int, last: int) -> EmbeddedTable:
@@ -316,63 +353,24 @@ def _half(rows: EmbeddedTable, first: int, last: int) -> EmbeddedTable:
 
 
 def _tower(tower: Any, part: slice) -> Any:
-    """A text tower for some of its classes."""
+    """Return a text tower for some of its classes."""
     if tower is None:
         return None
     return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
 
 
-def half_table(rows: EmbeddedTable) -> tuple[SampleList, Ints]:
-    """The rows of a half as they are dealt, and their places in the whole table."""
-    indices = np.flatnonzero(rows.labels >= 0)
-    names = ("labels", "domains", "clients", "splits")
-    columns = {key: getattr(rows, key)[indices] for key in names}
-    groups = None if rows.groups is None else rows.groups[indices]
-    content = [rows.content[row] for row in indices.tolist()]
-    return SampleList(rows.classes, **columns, content=content, groups=groups), indices
-
-
-def to_full_indices(division: Partition, indices: Ints) -> Partition:
-    """A half's division by the numbers that its rows have in the whole table."""
-    parts = ("train", "validation", "test", "calibration")
-    members = {
-        id: replace(member, **{part: indices[getattr(member, part)] for part in parts})
-        for id, member in division.clients.items()
-    }
-    return Partition(members, division.dropped, indices[division.public])
-
-
-def new_half_clients(clients: Clients) -> Clients:
-    """How the new half is dealt: nobody trains on it, so no shots and no public share of it."""
-    return replace(clients, shots=0, min_samples=1, calibration_ratio=None, public_ratio=0.0)
-
-
-def new_test_members(base: EmbeddedTable, new: Partition, ids: Collection[str]) -> dict[str, ClientSplit]:
-    """The new half's test rows of each client; no image of the base half is among them."""
-    content = rank_digests(base.content)
-    base_content = np.unique(content[base.labels >= 0])
-    none = np.zeros(0, np.int64)
-    members = {}
-    for id, member in new.clients.items():
-        if id in ids:
-            test = member.test[~np.isin(content[member.test], base_content)]
-            members[id] = ClientSplit(id, member.domain, none, none, test)
-    return members
-
-
 def check_new_classes(method: Method, frozen: Frozen) -> None:
-    """Refuses a method that cannot name a class it was not trained on."""
-    made = [method.init(_with_classes(frozen, classes)) for classes in (2, 3)]
-    shapes = [{key: tensor.shape for part in tensor_pair for key, tensor in part.items()} for tensor_pair in made]
-    held = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
-    reason = f"its {held[0]!r} has a place for each class" if held else ""
+    """Refuse a method that cannot predict a class it was not trained on."""
+    initial = [method.init(_with_classes(frozen, n_classes)) for n_classes in (2, 3)]
+    shapes = [{key: tensor.shape for part in parts for key, tensor in part.items()} for parts in initial]
+    per_class = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
+    reason = f"its {per_class[0]!r} has a row per class" if per_class else ""
     if method.traits.classes.fixed:
-        reason = "it keeps labels of its rows"
+        reason = "it stores labels of its samples"
     if reason:
         raise SettingsError(
-            f"protocol = 'base-to-new' tests on classes nobody trained on, and {method.name} knows "
-            f"only those it was trained on ({reason}); take a method whose classes come from text "
-            "alone, as zero-shot, promptfl, fedotp or fedclip"
+            f"protocol = 'base-to-new' tests on classes that nobody trained on, which {method.name} cannot predict "
+            f"({reason}); use a method whose classes come from text alone, as zero-shot, promptfl, fedotp or fedclip"
         )
 
 
@@ -388,7 +386,7 @@ def _with_classes(frozen: Frozen, classes: int) -> Frozen:
 
 
 def score_new_classes(world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
-    """Rows and hits of each client's new classes, by what a training ended with."""
+    """Count each client's test samples of new classes, and those predicted correctly after a training."""
     shared, local = record.outcome(training, world.seed)
     initial_local = world.method.init(world.frozen)[1]
     out = {}
@@ -399,13 +397,13 @@ def score_new_classes(world: World, record: Record, training: str) -> dict[str, 
 
 
 def check_warm_start(first: Method, method: Method, frozen: Frozen) -> None:
-    """Refuses a method that gives no head, and one that takes none."""
+    """Refuse a warm start by a method without a head, or of a method without one."""
     if not isinstance(first, HeadProvider):
-        raise SettingsError(f"warm_start = {first.name!r} gives no head to start from; use 'tofa'")
+        raise SettingsError(f"warm_start = {first.name!r} has no head to start from; use 'tofa'")
     first.init(frozen)
     head = method.init(frozen)[0].get("head")
     if head is None or tuple(head.shape) != (len(frozen.classes), frozen.dim):
         raise SettingsError(
-            f"{method.name} shares no head over the classes, so it cannot start from "
-            f"{first.name}'s; leave warm_start out, or take a method such as fedot or fedavg"
+            f"{method.name} shares no head over the classes, so warm_start = {first.name!r} does not apply; "
+            "leave it out, or use a method such as fedot or fedavg"
         )

@@ -1,6 +1,6 @@
-"""Runs: settings -> federation -> engine -> evaluate -> record, one of them or many together."""
+"""Execute runs: open each one, prepare and tune it, run its trainings as jobs, and finish its record."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -8,129 +8,255 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from fedvlm.core import make, tunable_settings
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import choose_attackers
 from fedvlm.errors import SettingsError, join_names
-from fedvlm.evaluate import metrics
+from fedvlm.evaluate.metrics import Results, Table
 from fedvlm.evaluate.protocols import Training
 from fedvlm.machine import release_memory
 from fedvlm.record import DESCRIPTIONS_FILE, Record, read_manifest
-from fedvlm.runner import cluster, tune
 from fedvlm.runner.data_warnings import data_warnings, suppressed_warnings
 from fedvlm.runner.forecast import check_memory, training_time
 from fedvlm.runner.jobs import Job, JobSpec, ProgressTotal, must_run_alone, run_jobs
 from fedvlm.runner.load import Loader, Progress, shrink_for_smoke
-from fedvlm.runner.manifest import build_manifest, class_counts, default_values, describe_samples, device_info
+from fedvlm.runner.manifest import run_manifest
 from fedvlm.runner.prepare import Prepared, check_samples, own_data, prepare, score_new_classes
 from fedvlm.runner.settings import Settings, attack_of, build
-from fedvlm.runner.training import file_name, finished_scores, train
-from fedvlm.runner.tune import tune_seeds
+from fedvlm.runner.training import collect_lost_trainings, file_name, finished_scores, train
+from fedvlm.runner.tune import check_tunable, reuse_tuned, to_manifest, tune_seeds, with_tuned
 from fedvlm.storage.files import data_name, slug, write_tensors
 
-MAX_OPEN_RUNS = 64  # runs that are begun together: each holds the lock of its record
+MAX_OPEN_RUNS = 64  # each holds the lock of its record
+SEEDED_NOISE_NOTE = (
+    "the noise is drawn from the seed, so that the run can be repeated: it costs as much accuracy as a site's noise, "
+    "but protects nothing"
+)
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """What a run is begun with beside its settings."""
+class RunOptions:
+    """How runs are executed; nothing here changes a number."""
 
-    record: Record
-    again: bool
-    embedded: EmbeddedTable | None  # rows in memory
-    load: Loader
-    report: Progress
-    log: Callable[[str], None]
+    again: bool = False  # re-run even if a finished result exists
+    embedded: EmbeddedTable | None = None  # samples in memory, instead of `data` and `encoder`
+    progress: Progress | None = None
+    on_line: Callable[[str, Any], None] | None = None  # gets the run's name and each line of its record
+    log: Callable[[str], None] = lambda message: None
+    warn: Callable[[str], None] | None = None  # for warnings about the data; `log` if left out
+    keep_going: bool = False  # a run that cannot begin does not stop the others
+    cluster: str = ""  # dask, dask://HOST:PORT
+
+    def report(self, task: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(task, done, total)
 
 
-def execute(
-    settings: Settings,
-    out: str | Path | None = None,
-    again: bool = False,
-    embedded: EmbeddedTable | None = None,
-    progress: Progress | None = None,
-    listen: Callable[[str, Any], None] | None = None,
-    log: Callable[[str], None] = lambda message: None,  # is told what to know before it begins
-) -> Record:
-    folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
-    (outcome,) = execute_all([(settings, folder)], again, embedded, progress, listen, log)
+def execute(settings: Settings, out: str | Path | None = None, **options: Any) -> Record:
+    """Execute one run; `options` are fields of RunOptions."""
+    folder = Path(out) if out else Path("runs") / default_name(settings, options.get("embedded"))
+    (outcome,) = execute_all([(settings, folder)], **options)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def execute_all(
-    requests: Sequence[tuple[Settings, Path]],  # of each run, and its folder
-    again: bool = False,
-    embedded: EmbeddedTable | None = None,
-    progress: Progress | None = None,
-    listen: Callable[[str, Any], None] | None = None,
-    log: Callable[[str], None] = lambda message: None,
-    keep_going: bool = False,
-    on: str = "",  # a cluster: dask, dask://HOST:PORT
-) -> list[Record | Exception]:
-    """The trainings of all runs in one schedule; for each run its record, or what hindered it.
+def execute_all(requests: Sequence[tuple[Settings, Path]], **options: Any) -> list[Record | Exception]:
+    """Execute runs, given by settings and folder, with all their trainings as jobs of one queue.
 
-    One that cannot begin is raised at once, unless the others are to endure it.
+    Return the record of each run, or the error that stopped it. A run that cannot begin raises its error at once,
+    unless `keep_going`. Further `options` are fields of RunOptions.
     """
-    report = progress or (lambda task, done, total: None)
-    settings_by_folder = {folder: settings for settings, folder in requests}  # one may be asked for twice
-    out: dict[Path, Record | Exception] = {}
+    run_options = RunOptions(**options)
+    if run_options.cluster:
+        from fedvlm.runner.cluster import parse_address
+
+        parse_address(run_options.cluster)  # refuse a wrong one also if all runs are finished
     load = Loader()
-    for first in range(0, len(settings_by_folder), MAX_OPEN_RUNS):
-        tally = ProgressTotal(report)
-        runs: dict[Path, _Run | Record | Exception] = {}
-        with ExitStack() as locks:
-            for folder, settings in list(settings_by_folder.items())[first : first + MAX_OPEN_RUNS]:
-                record = Record(folder, listen)
-                run_lock = locks.enter_context(ExitStack())
-                try:
-                    context = RunContext(record, again, embedded, load, report, log)
-                    run = _open_run(settings, context, run_lock)
-                    runs[folder] = run
-                except Exception as error:  # of any kind: the others are no worse for it
-                    run_lock.close()
-                    if not keep_going:
-                        raise
-                    runs[folder] = error
-            open_ = [entry for entry in runs.values() if isinstance(entry, _Run)]
-            jobs = [job for entry in open_ for job in entry.jobs(tally)]
-            if on:
-                cluster.run_jobs(jobs, on)
+    settings_of = {folder: settings for settings, folder in requests}  # a run may be requested twice
+    folders = list(settings_of)
+    outcomes: dict[Path, Record | Exception] = {}
+    for start in range(0, len(folders), MAX_OPEN_RUNS):
+        chunk = {folder: settings_of[folder] for folder in folders[start : start + MAX_OPEN_RUNS]}
+        outcomes |= _execute_chunk(chunk, load, run_options)
+    return [outcomes[folder] for _, folder in requests]
+
+
+def _execute_chunk(
+    settings_of: Mapping[Path, Settings], load: Loader, options: RunOptions
+) -> dict[Path, Record | Exception]:
+    tally = ProgressTotal(options.report)
+    outcomes: dict[Path, Record | Exception] = {}
+    runs: dict[Path, _Run] = {}
+    with ExitStack() as locks:
+        for folder, settings in settings_of.items():
+            lock = locks.enter_context(ExitStack())
+            try:
+                opened = _open_run(settings, Record(folder, options.on_line), load, options, lock)
+            except Exception as error:  # of any kind: the other runs are not affected
+                lock.close()
+                if not options.keep_going:
+                    raise
+                outcomes[folder] = error
+                continue
+            if isinstance(opened, _Run):
+                runs[folder] = opened
             else:
-                run_jobs(jobs)
-        for folder, entry in runs.items():
-            out[folder] = entry.outcome if isinstance(entry, _Run) else entry
-    return [out[folder] for _, folder in requests]
+                outcomes[folder] = opened
+        jobs = [job for run in runs.values() for job in run.jobs(tally)]
+        if options.cluster:
+            from fedvlm.runner import cluster
+
+            cluster.run_jobs(jobs, options.cluster)
+        else:
+            run_jobs(jobs)
+    return outcomes | {folder: run.outcome for folder, run in runs.items()}
+
+
+def _open_run(
+    settings: Settings, record: Record, load: Loader, options: RunOptions, lock: ExitStack
+) -> "_Run | Record":
+    """Lock a record and begin or continue its run; return the record of a finished run."""
+    embedded = options.embedded
+    if embedded is not None and (settings.descriptions or settings.texts):
+        raise SettingsError("samples in memory have their own descriptions and texts; set them there")
+    if settings.tune:
+        check_tunable(settings)
+    lock.enter_context(record.lock())
+    if settings.tune and _has_manifest(record):
+        settings = reuse_tuned(settings, record.manifest)
+    if record.result() is not None and not options.again:
+        current: dict[str, Any] = {"identity": settings.identity()}
+        if embedded is not None:
+            current |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
+        record.compare(current)
+        lock.close()
+        options.log(f"already finished, read from {record.folder}; --force re-runs it")
+        return record
+    seeds, warnings = _prepare_seeds(settings, load, options)
+    seeds, settings, tuned = _tune(seeds, settings, record, options.report)
+    _begin_record(seeds, settings, record, warnings, tuned, options)
+    collect_lost_trainings(record)
+    return _Run(record, seeds, lock)
+
+
+def _has_manifest(record: Record) -> bool:
+    return (record.folder / "manifest.json").exists()
+
+
+def _prepare_seeds(settings: Settings, load: Loader, options: RunOptions) -> tuple[list[Prepared], list[str]]:
+    """Load and check the samples and prepare every seed; also return warnings about the data."""
+    samples, warnings = (options.embedded, []) if options.embedded is not None else load(settings, options.report)
+    if settings.smoke:
+        settings, samples = shrink_for_smoke(settings, samples)
+    check_samples(settings, samples)
+    seeds = [prepare(settings, samples, seed) for seed in settings.seeds]
+    for prepared in seeds:
+        prepared.check()
+    first = seeds[0]
+    if options.embedded is not None or own_data(settings):
+        warnings = [*warnings, *data_warnings(first.rows, first.partition)]
+    for method in (settings.warm_start, settings.method):
+        counts = (first.partition.clients, first.rows.labels, len(first.rows.classes))
+        warnings = [*warnings, *suppressed_warnings(method, *counts)]
+    return seeds, warnings
+
+
+def _tune(
+    seeds: list[Prepared], settings: Settings, record: Record, progress: Progress
+) -> tuple[list[Prepared], Settings, dict[str, Any]]:
+    """Return the seeds and the settings with tuned values, and the search for the manifest if it is a new one."""
+    if not settings.tune:
+        return seeds, settings, {}
+    tuned: dict[str, Any] = {}
+    if not _has_manifest(record):
+        tuned["tuned"] = to_manifest(tune_seeds(seeds, record, progress))
+        settings = reuse_tuned(settings, tuned)
+    chosen = tuned or record.manifest
+    seeds = [replace(entry, settings=with_tuned(entry.settings, chosen, entry.seed)) for entry in seeds]
+    return seeds, settings, tuned
+
+
+def _begin_record(
+    seeds: Sequence[Prepared],
+    settings: Settings,
+    record: Record,
+    warnings: Sequence[str],
+    tuned: Mapping[str, Any],
+    options: RunOptions,
+) -> None:
+    notes = _run_notes(seeds)
+    for message in warnings:
+        (options.warn or options.log)(message)
+    for message in [*notes, *_untuned_note(settings, options)]:
+        options.log(message)
+    manifest = run_manifest(seeds, in_memory=options.embedded is not None)
+    record.start({"identity": settings.identity(), **manifest, "notes": [*warnings, *notes], **tuned})
+    if options.again:
+        record.clear()
+    descriptions = seeds[0].rows.descriptions
+    if descriptions is not None:
+        write_tensors(record.folder / DESCRIPTIONS_FILE, {"common": descriptions}, {})
+    release_memory()  # that the partition of many samples took
+
+
+def _run_notes(seeds: Sequence[Prepared]) -> list[str]:
+    """Describe the memory a run takes, its simulated noise and its attackers."""
+    first, notes = seeds[0], []
+    settings, samples = first.settings, first.rows
+    if samples.images is not None and settings.method.rounds:
+        max_clients = max(len(training.train) for prepared in seeds for training in prepared.trainings)
+        notes.append(check_memory(settings, first.frozen, samples.images.shape[1:], max_clients))
+    if settings.channel.noise_multiplier or asdict(settings.method).get("noise_multiplier"):
+        notes.append(SEEDED_NOISE_NOTE)
+    if attack := attack_of(settings):
+        for prepared in seeds:
+            ids = {id for entry in prepared.trainings for id in choose_attackers(attack, entry.train, prepared.seed)}
+            notes.append(f"attack {attack.kind} by {', '.join(sorted(ids))} in seed {prepared.seed}")
+    return notes
+
+
+def _untuned_note(settings: Settings, options: RunOptions) -> list[str]:
+    """Point to `tune` if a method trains on a user's own data with its default learning rate."""
+    method = settings.method
+    if settings.tune or not method.rounds or not (options.embedded is not None or own_data(settings)):
+        return []
+    values = asdict(method)
+    if "lr" not in tunable_settings(method) or values["lr"] != asdict(make(method.name))["lr"]:
+        return []
+    return [
+        f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; tune = ['lr'] "
+        "(--tune lr) chooses it on validation samples"
+    ]
 
 
 @dataclass
 class _Run:
-    """A run that has begun, until its last training is done."""
+    """A run whose record is open, until its last training is done."""
 
     record: Record
     seeds: Sequence[Prepared]
     lock: ExitStack
-    outcomes: dict[tuple[int, str], metrics.Results | Exception] = field(default_factory=dict)
+    outcomes: dict[tuple[int, str], Results | Exception] = field(default_factory=dict)
 
     def jobs(self, tally: ProgressTotal) -> Iterator[Job]:
-        settings = self.seeds[0].settings
-        rounds = max(1, settings.method.rounds)
+        method = self.seeds[0].settings.method
         for prepared in self.seeds:
             for training in prepared.trainings:
-                yield self._job(prepared, training, tally.add(settings.method.name, rounds))
+                yield self._job(prepared, training, tally.add(method.name, max(1, method.rounds)))
 
     def _job(self, prepared: Prepared, training: Training, report_rounds: Callable[[int], None]) -> Job:
         settings, name = prepared.settings, file_name(training, prepared.seed)
         is_finished = finished_scores(self.record, name) is not None
 
-        def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> metrics.Results:
+        def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> Results:
             worker_prepared = replace(prepared, settings=replace(settings, workers=workers))
             return train(worker_prepared, training, record, report_rounds)
 
-        def done(outcome: metrics.Results | Exception) -> None:
+        def on_done(outcome: Results | Exception) -> None:
             self.outcomes[prepared.seed, training.name] = outcome
             report_rounds(max(1, settings.method.rounds))
-            if len(self.outcomes) == sum(len(seed_run.trainings) for seed_run in self.seeds):
+            if len(self.outcomes) == sum(len(seed.trainings) for seed in self.seeds):
                 self._finish()
 
         return Job(
@@ -141,159 +267,53 @@ class _Run:
             is_exclusive=must_run_alone(settings) or is_finished,
             work=work,
             report_rounds=report_rounds,
-            on_done=done,
+            on_done=on_done,
             spec=JobSpec(settings, prepared.source_samples, prepared.seed, training.name),
         )
 
     def _finish(self) -> None:
-        if not self._failed:
-            pairs = [(prepared, training) for prepared in self.seeds for training in prepared.trainings]
-            self.record.sort_lines([file_name(training, prepared.seed) for prepared, training in pairs])
+        if not self._errors:
+            names = [file_name(training, seed.seed) for seed in self.seeds for training in seed.trainings]
+            self.record.sort_lines(names)
             self.record.finish([self._table(prepared) for prepared in self.seeds])
         self.lock.close()
 
-    def _table(self, prepared: Prepared) -> metrics.Table:
-        """The numbers that the trainings of one seed add up to."""
+    def _table(self, prepared: Prepared) -> Table:
+        """Return the numbers that the protocol makes of the trainings of one seed."""
         done = {}
         for training in prepared.trainings:
-            client_scores = self.outcomes[prepared.seed, training.name]
-            assert not isinstance(client_scores, Exception)
-            clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
-            training_scores = {id: client_scores[id] for id in clients if id in client_scores}
+            outcome = self.outcomes[prepared.seed, training.name]
+            assert not isinstance(outcome, Exception)
+            ids = (*training.train, *training.unseen)  # without the client that pools all samples
+            scores = {id: outcome[id] for id in ids if id in outcome}
             if prepared.new is not None:
-                training_scores |= score_new_classes(prepared.new_world(), self.record, training.name)
-            done[training.name] = (training, training_scores)
-        rules, domains = prepared.settings.rules(), prepared.partition.domains
-        return rules.table(domains, done, prepared.generalises)
+                scores |= score_new_classes(prepared.new_world(), self.record, training.name)
+            done[training.name] = (training, scores)
+        return prepared.settings.rules().table(prepared.partition.domains, done, prepared.generalises)
 
     @property
-    def _failed(self) -> list[Exception]:
+    def _errors(self) -> list[Exception]:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, Exception)]
 
     @property
     def outcome(self) -> Record | Exception:
-        return self._failed[0] if self._failed else self.record
-
-
-def _open_run(settings: Settings, context: RunContext, lock: ExitStack) -> _Run | Record:
-    """A run that has begun, or the record of one that is finished."""
-    record, embedded = context.record, context.embedded
-    if embedded is not None and (settings.descriptions or settings.texts):
-        raise SettingsError("rows in memory have their own descriptions and texts; set them there")
-    if settings.tune:
-        tune.check_tunable(settings)
-    lock.enter_context(record.lock())
-    if settings.tune and (record.folder / "manifest.json").exists():
-        settings = tune.reuse_tuned(settings, record.manifest)
-    if record.result() is not None and not context.again:
-        current: dict[str, Any] = {"identity": settings.identity()}
-        if embedded is not None:
-            current |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
-        record.compare(current)
-        lock.close()
-        context.log(f"already finished, read from {record.folder}; --force re-runs it")
-        return record
-    seeds = begin_run(settings, context)
-    cluster.collect_lost_trainings(record)
-    return _Run(record, seeds, lock)
+        return self._errors[0] if self._errors else self.record
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:
-    """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
+    """Continue a run that was stopped or killed; a finished run is only read."""
     path = Path(folder)
-    if not (path / "manifest.json").exists() and (
-        runs := sorted(str(manifest_path.parent) for manifest_path in path.glob("*/manifest.json"))
-    ):
-        raise SettingsError(
-            f"{path} is an experiment; the command that began it goes on with all of it, and "
-            f"resume with one of {join_names(runs)}"
-        )
+    if not (path / "manifest.json").exists() and (runs := sorted(path.glob("*/manifest.json"))):
+        names = join_names([str(manifest.parent) for manifest in runs])
+        raise SettingsError(f"{path} is an experiment; repeat the command that began it, or resume one of {names}")
     manifest = read_manifest(path)
     if manifest["memory"] and Record(path).result() is None:
-        raise SettingsError(f"{path} took its rows from memory; call fedvlm.run again with out= it")
+        raise SettingsError(f"{path} took its samples from memory; call fedvlm.run again with out={str(path)!r}")
     return execute(build(manifest["identity"]), path, progress=progress)
 
 
 def default_name(settings: Settings, embedded: EmbeddedTable | None) -> str:
-    """The same settings always get the same directory, so a finished run is found again."""
+    """Return the folder name that the same settings always get, so that a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
     name = data_name(settings.data, settings.encoder) if embedded is None else slug(embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
-
-
-SEEDED_NOISE_NOTE = (
-    "noise is by the seed, so that the run can be repeated: it costs what a site's noise would, and hides nothing"
-)
-PARTS = ("train", "validation", "test")
-
-
-def begin_run(settings: Settings, context: RunContext) -> list[Prepared]:
-    """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
-    record, embedded, report = context.record, context.embedded, context.report
-    recorded_settings, memory = settings, embedded is not None
-    rows, notes = (embedded, []) if embedded is not None else context.load(settings, report)
-    if settings.smoke:
-        settings, rows = shrink_for_smoke(settings, rows)
-    check_samples(settings, rows)
-    seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
-    rows = seeds[0].rows  # base-to-new: with the classes that are trained on
-    for prepared in seeds:
-        prepared.check()
-    tuned: dict[str, Any] = {}
-    if settings.tune and not (record.folder / "manifest.json").exists():
-        tuned["tuned"] = tune.to_manifest(tune_seeds(seeds, record, report))
-        recorded_settings = tune.reuse_tuned(recorded_settings, tuned)
-    if settings.tune:
-        tuned_manifest = tuned or record.manifest
-        seeds = [
-            replace(prepared, settings=tune.with_tuned(settings, tuned_manifest, prepared.seed)) for prepared in seeds
-        ]
-    if memory or own_data(settings):
-        notes = [*notes, *data_warnings(rows, seeds[0].partition)]
-    notes = [*notes, *_run_warnings(seeds)]
-    for message in notes:
-        context.log(message)
-    has_calibration = any(len(prepared.calibration) for prepared in seeds[0].partition.clients.values())
-    parts = (*PARTS, "calibration") if has_calibration else PARTS
-    about = build_manifest(
-        describe_samples(rows),
-        [prepared.name for prepared in seeds[0].trainings],
-        {
-            id: {part: len(getattr(prepared, part)) for part in parts}
-            for id, prepared in seeds[0].partition.clients.items()
-        },
-        {prepared.seed: prepared.partition.dropped for prepared in seeds},
-    )
-    about["counts"] = class_counts(rows, seeds[0].partition)
-    about["domains"] = seeds[0].partition.domains
-    about |= {"usual": default_values(settings.method), "devices": device_info(settings, memory)}
-    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
-    record.start({"identity": recorded_settings.identity(), **about})
-    if context.again:
-        record.clear()
-    if rows.descriptions is not None:
-        write_tensors(record.folder / DESCRIPTIONS_FILE, {"common": rows.descriptions}, {})
-    release_memory()  # of many rows, what dividing them took
-    return seeds
-
-
-def _run_warnings(seeds: Sequence[Prepared]) -> list[str]:
-    """What the owner of a run should know of it beforehand: its memory, and what is held back."""
-    first, notes = seeds[0], []
-    settings, rows = first.settings, first.rows
-    if rows.images is not None and settings.method.rounds:
-        max_clients = max(len(training.train) for prepared in seeds for training in prepared.trainings)
-        notes.append(check_memory(settings, first.frozen, rows.images.shape[1:], max_clients))
-    for method in (settings.warm_start, settings.method):
-        notes += suppressed_warnings(method, first.partition.clients, rows.labels, len(rows.classes))
-    if settings.channel.noise_multiplier or asdict(settings.method).get("noise_multiplier"):
-        notes.append(SEEDED_NOISE_NOTE)
-    if attack := attack_of(settings):
-        for prepared in seeds:
-            attacker_ids = {
-                id
-                for seed_training in prepared.trainings
-                for id in choose_attackers(attack, seed_training.train, prepared.seed)
-            }
-            notes.append(f"{attack.kind} by {', '.join(sorted(attacker_ids))} in seed {prepared.seed}")
-    return notes

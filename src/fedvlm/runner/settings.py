@@ -1,4 +1,7 @@
-"""Settings of a run: from TOML, `--set a.b=1` or keyword arguments, checked in one place."""
+"""Settings of a run, built and checked in one place for the command line, Python, experiments and deployment.
+
+A default here is the default everywhere: in particular, nothing is tuned unless `tune` names it.
+"""
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -7,7 +10,15 @@ from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
 from fedvlm.core import MIN_CLASS_CLIENTS, MIN_CLASS_SAMPLES, Method, is_method, make
-from fedvlm.core.schema import NON_NEGATIVE, POSITIVE_FRACTION, check_ranges, list_field, ranged_field, read_table
+from fedvlm.core.schema import (
+    NON_NEGATIVE,
+    POSITIVE_FRACTION,
+    check_ranges,
+    check_settings,
+    list_field,
+    ranged_field,
+    read_table,
+)
 from fedvlm.data.clients import Clients
 from fedvlm.engines.client import Attack, Kind
 from fedvlm.errors import SettingsError, renamed, unknown_name
@@ -26,39 +37,41 @@ class Settings:
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
     access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, …
     precision: Literal["float32", "float16"] = "float32"  # of cached pooled embeddings
-    descriptions: str = ""  # JSON of sentences by class, the server's; or "keywords" for the demo
-    texts: str = ""  # JSON of sentences by client and class, which only those clients have
+    descriptions: str = ""  # JSON file of sentences by class, shared by all; or "keywords" for the demo
+    texts: str = ""  # JSON file of sentences by client and class, private to each client
     clients: Clients = field(default_factory=Clients)
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
     seeds: tuple[int, ...] = (0,)
-    tune: tuple[str, ...] = list_field()  # the method's settings to choose on validation rows, as lr
-    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the clients that take part in a round
+    tune: tuple[str, ...] = list_field()  # settings of the method to tune on validation samples, as lr
+    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the clients, in each round
     counts: tuple[int, ...] = list_field()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
     target: tuple[str, ...] = list_field()  # source-target: domains or clients that are only tested on
-    global_test: bool = False  # own-test: what is shared is also tested on all test rows
-    centralised: bool = False  # all rows of the clients that train at one, and no federation
+    global_test: bool = False  # own-test: also test the shared model on the test samples of all
+    centralised: bool = False  # train on the pooled samples of all clients, without a federation
     engine: Literal["batched", "single", "flower"] = "batched"
-    device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method's verbs are worked out
-    workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0 is as many as cores, if the run is long enough
-    allow_small: bool = False  # class statistics of few rows may be uploaded too
-    smoke: bool = False  # a short run on few rows, to see that everything works
-    channel: Channel = field(default_factory=Channel)  # what an upload goes through
-    attack: Kind = "none"  # by some clients, to see what it does; simulations only
-    attacker_fraction: float = 0.1  # share of the training clients that attack, drawn by seed
-    attack_strength: float = 0.0  # of the attack; 0: the usual one
-    reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only noted
+    device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method computes
+    workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
+    allow_small: bool = False  # also upload class statistics of few samples
+    smoke: bool = False  # a short run on few samples, to see that everything works
+    channel: Channel = field(default_factory=Channel)  # clipping, noise, … of uploads
+    attack: Kind = "none"  # simulated attack by some clients
+    attacker_fraction: float = 0.1  # of the training clients, drawn by seed
+    attack_strength: float = 0.0  # 0: the default of the attack
+    reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
+    protocol_settings: dict[str, Any] = field(default_factory=dict)  # those that only the protocol has, as given
 
     def rules(self) -> Rules:
-        """The protocol with its knobs, which are settings of the run."""
-        knobs = {"counts": self.counts, "unseen": self.unseen, "target": self.target}
-        knobs |= {"global_test": self.global_test}
-        return protocols.make_protocol(self.protocol, **knobs)
+        """Return the protocol with its settings, which are settings of the run by the same names."""
+        names = ("counts", "unseen", "target", "global_test")
+        own = {name: getattr(self, name) for name in names}
+        return protocols.make_protocol(self.protocol, **own, **self.protocol_settings)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the numbers; two runs of the same identity are the same run."""
+        """Return what decides the numbers; two runs of the same identity are the same run."""
         values = asdict(self)
+        values |= values.pop("protocol_settings")
         idle = ["workers", "access", "reproduces"]
         idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
@@ -73,25 +86,37 @@ class Settings:
         return values
 
 
+SETTING_NAMES = {setting.name for setting in fields(Settings)} - {"protocol_settings"}
+
+
+def protocol_setting_names(values: Mapping[str, Any]) -> set[str]:
+    """Return the settings that only the protocol of these values has."""
+    kind = protocols.protocols().get(str(values.get("protocol", Settings.protocol)))
+    return set() if kind is None else {setting.name for setting in fields(kind)} - SETTING_NAMES
+
+
 def build(values: Mapping[str, Any]) -> Settings:
-    """Settings from nested values; every unknown name and misfit is refused."""
-    setting_names = {setting.name for setting in fields(Settings)}
-    for key in sorted(values.keys() - setting_names):
-        _refuse_unknown(key, values.get("method"), setting_names)
+    """Build settings from nested values; refuse every unknown name, wrong type and value out of range."""
+    own = protocol_setting_names(values)
+    for key in sorted(values.keys() - SETTING_NAMES - own):
+        _refuse_unknown(key, values.get("method"), SETTING_NAMES | own)
     if "method" not in values:
         raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')
     _check_seeds(values.get("seeds"))
-    inner = {key: read(values[key]) for key, read in NESTED_READERS.items() if key in values}
-    plain = {key: value for key, value in values.items() if key not in NESTED_READERS}
-    return _check_combination(read_table(Settings, "", plain, **inner))
+    nested = {key: read(values[key]) for key, read in NESTED_READERS.items() if key in values}
+    if given := {key: value for key, value in values.items() if key in own}:
+        protocol = values.get("protocol", Settings.protocol)
+        nested["protocol_settings"] = check_settings(protocol, given, protocols.protocols()[protocol])
+    plain = {key: value for key, value in values.items() if key not in NESTED_READERS and key not in own}
+    return _check_combination(read_table(Settings, "", plain, **nested))
 
 
 def _refuse_unknown(key: str, method: Any, setting_names: Iterable[str]) -> None:
-    """A name that no run has: it may be one of its method's."""
+    """Refuse an unknown name; if it is a setting of the method, say where to write it."""
     if method is not None:
         chosen = read_method(method)
-        mine = {setting.name for setting in fields(chosen)}
-        name = key if key in mine else renamed(key, mine)
+        method_names = {setting.name for setting in fields(chosen)}
+        name = key if key in method_names else renamed(key, method_names)
         if name and not renamed(key, setting_names):
             called = "" if name == key else f"{key!r} is called {name!r}: "
             raise SettingsError(
@@ -102,9 +127,9 @@ def _refuse_unknown(key: str, method: Any, setting_names: Iterable[str]) -> None
 
 
 def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a run with its method, which takes those that are the method's own settings."""
+    """Return the values of a run with its method, which takes those that are settings of its own."""
     chosen = read_method(method)
-    setting_names = {setting.name for setting in fields(Settings)}
+    setting_names = SETTING_NAMES | protocol_setting_names(values)
     method_names = {setting.name for setting in fields(chosen)} - setting_names
     method_values = {key: value for key, value in values.items() if key in method_names}
     rest = {key: value for key, value in values.items() if key not in method_names}
@@ -117,21 +142,21 @@ def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_combination(settings: Settings) -> Settings:
-    """What no single value shows: whether the settings fit each other."""
+    """Check what no single value shows: whether the settings fit each other."""
     settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
-        raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
+        raise SettingsError(f"seeds must be one or more different numbers, got {list(settings.seeds)}")
     check_channel(settings.channel, settings.method)
     if settings.centralised and adapts(settings.method):
         raise SettingsError(
-            f"centralised = true: {settings.method.name} adapts to every client in the end, which "
-            "is not all rows at one; choose another method"
+            f"centralised = true pools the samples of all clients, but {settings.method.name} adapts to every client; "
+            "choose another method"
         )
     _check_attack(settings)
     if settings.protocol == BaseToNew.name and settings.engine == "flower":
         raise SettingsError(
-            "protocol = 'base-to-new' is measured in one process; with engine = 'flower' what a "
-            "client keeps stays with it, so leave engine out"
+            "protocol = 'base-to-new' is measured in one process, but with engine = 'flower' local tensors stay "
+            "with the clients; leave engine out"
         )
     first = settings.warm_start
     settings = replace(
@@ -155,17 +180,18 @@ def _check_attack(settings: Settings) -> None:
         return
     if settings.engine == "flower":
         raise SettingsError(
-            f"attack = {settings.attack!r} is a simulation in one process; with engine = 'flower' "
-            "clients upload for themselves, so leave engine out"
+            f"attack = {settings.attack!r} is simulated in one process, but with engine = 'flower' clients upload for "
+            "themselves; leave engine out"
         )
     if not settings.method.rounds:
         raise SettingsError(
-            f"attack = {settings.attack!r}: {settings.method.name} has no rounds, so no upload "
-            "to attack; choose a method that trains"
+            f"attack = {settings.attack!r}: {settings.method.name} has no rounds and so no uploads; choose a method "
+            "that trains"
         )
 
 
 def read_method(value: Any) -> Method:
+    """Return a method by its name, by a table with its name and settings, or as it is."""
     if isinstance(value, str):
         return make(value)
     if is_method(value):
@@ -173,27 +199,26 @@ def read_method(value: Any) -> Method:
         return value
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
-    raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
+    raise SettingsError(f'method must be a name or a table with a name, as [method] name = "fedot"; got {value!r}')
 
 
 def _with_privacy_guard(method: Method, settings: Settings) -> Method:
-    """A method that uploads class statistics, held to those of enough rows and enough clients."""
-    smallest, contributors = method.traits.classes.min_class_samples, method.traits.classes.min_class_clients
+    """Return a method that uploads class statistics only of enough samples and enough clients."""
+    min_samples, min_clients = method.traits.classes.min_class_samples, method.traits.classes.min_class_clients
     if settings.allow_small:
-        return method if smallest is None else replace(method, min_class_samples=1)
-    if smallest is not None and smallest < MIN_CLASS_SAMPLES:
+        return method if min_samples is None else replace(method, min_class_samples=1)
+    if min_samples is not None and min_samples < MIN_CLASS_SAMPLES:
         raise SettingsError(
-            f"{method.name}.min_class_samples = {smallest}: the statistics of a class of fewer "
-            f"than {MIN_CLASS_SAMPLES} rows give its rows away; set allow_small = true (--allow-small) if "
-            "they may be uploaded all the same"
+            f"{method.name}.min_class_samples must be at least {MIN_CLASS_SAMPLES}, got {min_samples}: statistics of "
+            "a smaller class reveal its samples; set allow_small = true (--allow-small) to upload them anyway"
         )
-    if not settings.channel.secure or contributors is None or contributors >= MIN_CLASS_CLIENTS:
+    if not settings.channel.secure or min_clients is None or min_clients >= MIN_CLASS_CLIENTS:
         return method
-    return replace(method, min_class_clients=MIN_CLASS_CLIENTS, rounds=method.rounds + (contributors == 1))
+    return replace(method, min_class_clients=MIN_CLASS_CLIENTS, rounds=method.rounds + (min_clients == 1))
 
 
 def read_clients(value: Any) -> Clients:
-    """How rows become clients, from a table of settings or just the word for `partition`."""
+    """Return how samples become clients, from a table of settings or the name of a partition."""
     if isinstance(value, Clients):
         return value
     return read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
@@ -216,13 +241,11 @@ def _check_seeds(value: Any) -> None:
         return
     seeds = list(range(value)) if 0 < value < 10 else [0, 1, 2]
     count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(len(seeds), f"{len(seeds)} seeds")
-    raise SettingsError(
-        f"seeds = {value} may mean two things; write {seeds} for {count}, [{value}] for the seed {value}"
-    )
+    raise SettingsError(f"seeds = {value} is ambiguous; write {seeds} for {count}, or [{value}] for the seed {value}")
 
 
 def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Values with `a.b=1` laid over them; the right side is TOML, or else a plain word."""
+    """Return values with assignments `a.b=1` of --set applied."""
     out = dict(values)
     for text in assignments:
         path, equals, raw = text.partition("=")
@@ -233,7 +256,7 @@ def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str,
 
 
 def parse_value(text: str) -> Any:
-    """A value on the command line: TOML, or else a plain word."""
+    """Read a value of the command line: TOML, or else a plain word."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -241,15 +264,15 @@ def parse_value(text: str) -> Any:
 
 
 def set_value(values: Mapping[str, Any], path: str, value: Any, prefix: str = "") -> dict[str, Any]:
-    """A copy of values with one at a dotted name; `said` is what a refusal begins with."""
-    out, keys, prefix = dict(values), path.split("."), prefix or f"{path} = {value!r}"
+    """Return a copy of values with one set at a dotted name; `prefix` begins the message of a refusal."""
+    keys, prefix = path.split("."), prefix or f"{path} = {value!r}"
     if not all(keys) or len(keys) > 2:
         raise SettingsError(f"{prefix} is not of the form a.b=value")
     if len(keys) == 1:
-        return {**out, path: value}
-    table = out.get(keys[0], {})
-    if isinstance(table, str):  # method = "fedot" given as a word
+        return {**values, path: value}
+    table = values.get(keys[0], {})
+    if isinstance(table, str):  # method = "fedot" without a table
         table = {"partition" if keys[0] == "clients" else "name": table}
     if not isinstance(table, Mapping):
-        raise SettingsError(f"{prefix}: {keys[0]} is {table!r}, which has no parts")
-    return {**out, keys[0]: {**table, keys[1]: value}}
+        raise SettingsError(f"{prefix}: {keys[0]} is {table!r} and not a table")
+    return {**values, keys[0]: {**table, keys[1]: value}}

@@ -176,10 +176,7 @@ class PagedRows:
         buffers: list[memoryview] = []
         offset, discarded = int(rows[0]) * size, memoryview(bytearray(MAX_GAP_BYTES))
         for first, end, gap in zip(
-            starts[:-1].tolist(),
-            starts[1:].tolist(),
-            [*(gaps * size).tolist(), MAX_GAP_BYTES + 1],
-            strict=True,
+            starts[:-1].tolist(), starts[1:].tolist(), [*(gaps * size).tolist(), MAX_GAP_BYTES + 1], strict=True
         ):
             buffers.append(target[first * size : end * size])
             if gap <= MAX_GAP_BYTES and len(buffers) < MAX_BUFFERS_PER_CALL:

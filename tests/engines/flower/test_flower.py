@@ -215,7 +215,7 @@ def test_parcels_keep_types_shapes_and_every_bit():
     }
     message = seal(Message({"round": 3, "names": ("a", "ö")}, arrays))
     back = unseal(from_records(to_records(message), "here"), "here")
-    assert back.about == message.about
+    assert back.header == message.header
     for name, array in arrays.items():
         assert back.arrays[name].dtype == array.dtype
         assert torch.equal(to_tensors(back.arrays)[name], torch.tensor(array))

@@ -113,7 +113,7 @@ def issue_certificate(
         "valid_until": (now + timedelta(days=days)).isoformat(timespec="seconds"),
         **{"ca": ca.decode(), "server": sign.public.decode()},
     }
-    write_certificate(certificate_path(server, site), sign(Message({**words, "kind": "certificate"})).about)
+    write_certificate(certificate_path(server, site), sign(Message({**words, "kind": "certificate"})).header)
     return SiteCertificate(**words)
 
 

@@ -84,10 +84,10 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
     make_private_folder(folder)
     hidden, public = create_key_pair()
     words = {"federation": federation, "site": site, "key": public.decode()}
-    endorsed = old(Message(words)).about["signature"] if old else ""
+    endorsed = old(Message(words)).header["signature"] if old else ""
     write_secret(folder / NEXT_KEY_FILE, hidden)
     sign = Signer(folder / NEXT_KEY_FILE, REQUEST_PREFIX)
-    write_document(path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).about)
+    write_document(path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).header)
     return JoinRequest(path, federation, site, public.decode(), endorsed)
 
 

@@ -187,7 +187,7 @@ class Signer:
         digest = checksum(message)
         signature = self.key.sign(self.prefix + digest.encode(), ec.ECDSA(hashes.SHA256()))
         words = {"checksum": digest, "signature": b64encode(signature).decode()}
-        return Message({**message.about, **words}, message.arrays)
+        return Message({**message.header, **words}, message.arrays)
 
 
 class Verifier:
@@ -207,7 +207,7 @@ class Verifier:
         from cryptography.hazmat.primitives.asymmetric import ec
 
         try:
-            signature = b64decode(str(message.about.get("signature", "")), validate=True)
+            signature = b64decode(str(message.header.get("signature", "")), validate=True)
             signed = self.prefix + checksum(message).encode()
             self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError) as error:

@@ -45,10 +45,9 @@ def live_view(folder: Path) -> dict[str, Any]:
         "report": finished_record(state) is not None,
     }
     if not server:
-        ledger = Ledger(folder)
-        head = ledger.read().head if ledger.path.exists() else ""
+        ledger = Ledger(folder).history()
         out["facts"] += describe_spending(PrivacyBudget(ledger), read_policy(folder))
-        out["facts"] += [f"head of the ledger, to note down: {head[:16]}"] if head else []
+        out["facts"] += [f"head of the ledger, to note down: {ledger.head[:16]}"] if ledger.head else []
         out["pending"] = asked(pending_request(folder))
     return out
 

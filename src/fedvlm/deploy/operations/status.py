@@ -66,17 +66,15 @@ def server_status(folder: Path) -> State:
 def site_status(folder: Path) -> State:
     """Whether it runs, what it was asked, what has left it and what may still leave."""
     kit = read_site(folder)
-    history = events.read_events(folder)
-    account, policy = PrivacyBudget(Ledger(folder)), read_policy(folder)
-    ledger = Ledger(folder)
-    lines = ledger.read().lines if ledger.path.exists() else ()
-    out = [line for line in lines if line["direction"] == "out"]
+    history, ledger, policy = events.read_events(folder), Ledger(folder).history(), read_policy(folder)
+    budget = PrivacyBudget(ledger)
+    out = [line for line in ledger.lines if line["direction"] == "out"]
     gains = [event for event in history if event["kind"] == "gained"]
-    refused = [line for line in lines if line["direction"] == "refused"]
+    refused = [line for line in ledger.lines if line["direction"] == "refused"]
     return {
         **{"who": "site", "name": kit.name, "address": kit.address, "up": is_locked(folder / ".lock")},
-        "trainings": f"{len(account.trainings)} of {policy.trainings}",
-        "rounds": f"{account.rounds.total()} of {policy.all_rounds}",
+        "trainings": f"{len(budget.trainings)} of {policy.trainings}",
+        "rounds": f"{budget.rounds.total()} of {policy.all_rounds}",
         "bytes out": sum(line["bytes"] for line in out),
         "last out": out[-1]["time"] if out else None,
         "last refusal": _describe_refusal(refused[-1]) if refused else None,

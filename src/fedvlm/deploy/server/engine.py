@@ -36,7 +36,7 @@ MAX_RELATIVE_DIFFERENCE = 1e-4  # relative: what the encoders of two machines ma
 OPEN_TIMEOUT_SECONDS = 600.0  # seconds a site has to open a training: it may have to embed its images first
 MAX_LOST_UPLOADS = 1000  # uploads that may have left a site and never arrived; more it would not allow
 NODES_FILE = "nodes.json"  # in the server's folder
-LOG_INTERVAL_SECONDS = 10.0  # seconds between two lines about sites that are waited for
+LOG_INTERVAL_SECONDS = 10.0  # seconds between two log lines with the sites that are awaited
 RETRY_SECONDS = 60.0  # seconds until a site that took no part is asked again: it may have consented
 
 
@@ -44,7 +44,7 @@ RETRY_SECONDS = 60.0  # seconds until a site that took no part is asked again: i
 class SiteOpening:
     """What a site has told of itself when it opened a training."""
 
-    about: Mapping[str, Any]
+    header: Mapping[str, Any]
     first: Tensors  # shared tensors as it would start from them
     text: Tensor | None
 
@@ -83,7 +83,7 @@ class RemoteEngine(FlowerEngine):
         return self.sign(message)
 
     def unseal(self, message: Message, id: str, context: str) -> Message:
-        name = str(message.about.get("client"))
+        name = str(message.header.get("client"))
         if name not in self.kit.sites:
             raise FederationError(f"{context}: {name[:80]!r} is no site of this federation")
         if reason := self.exclusion_reason(name):
@@ -124,11 +124,11 @@ class RemoteEngine(FlowerEngine):
         return render_error(error)
 
     def check(self, message: Message, id: str, request: Message) -> None:
-        check_reply(message, request.about)
+        check_reply(message, request.header)
         check_arrays(message)
-        if message.about["releases"] > message.about["round"] + MAX_LOST_UPLOADS:
+        if message.header["releases"] > message.header["round"] + MAX_LOST_UPLOADS:
             raise FederationError("it says that more of its uploads have left than can have")
-        counts, scores = self.counts[id], message.about["scores"]
+        counts, scores = self.counts[id], message.header["scores"]
         held = counts["validation"] or counts["train"]
         for part, expected in (("validation", held), ("test", counts["test"])):
             if scores[f"{part}_rows"] not in (0, expected):
@@ -183,8 +183,8 @@ class RemoteEngine(FlowerEngine):
         new = {f"node {node_id}": node_id for node_id in self.grid.get_node_ids() if node_id not in past}
         if not new:
             return
-        about = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
-        message = Message(about, to_arrays(self.reference))
+        header = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
+        message = Message(header, to_arrays(self.reference))
         exchange = self.opening_exchange(new, patience)
         for id, reply in exchange.exchange(dict.fromkeys(new, message), 0).items():
             self._register_site(reply, new[id])
@@ -203,36 +203,36 @@ class RemoteEngine(FlowerEngine):
         self.rejected_nodes[node] = monotonic()
 
     def _register_site(self, reply: Message, node: int) -> None:
-        about, values = reply.about, to_tensors(reply.arrays)
-        name = about["client"]
+        header, values = reply.header, to_tensors(reply.arrays)
+        name = header["client"]
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
         self.nodes[name] = node
         write_json(self.kit.folder / NODES_FILE, {**known_nodes(self.kit), name: node})
         self.site_keys[name] = current_certificate(self.kit.folder, name).key
         self.absent.pop(name, None)
-        self.sites[name] = SiteOpening(about, first, values.get("text"))
-        self.counts[name] = dict(about["rows"])
+        self.sites[name] = SiteOpening(header, first, values.get("text"))
+        self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
         self.log_event("connected", site=name, rows=self.rows[name])
 
     def check_opening(self, message: Message, request: Message) -> None:
         """What one site alone can get wrong; how it differs from the others is seen later."""
-        check_reply(message, request.about)
+        check_reply(message, request.header)
         check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
-        about, expected_classes = message.about, self.spec["classes"]
-        if about["opened"] != self.training or (expected_classes and about["classes"] != expected_classes):
+        header, expected_classes = message.header, self.spec["classes"]
+        if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
-        if not about["scale"] > 0 or not about["classes"]:
+        if not header["scale"] > 0 or not header["classes"]:
             raise FederationError("the scale of its encoder, or its list of classes, does not fit")
-        shape = (len(about["classes"]), about["dim"])
+        shape = (len(header["classes"]), header["dim"])
         for key, value in message.arrays.items():
             if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
                 raise FederationError("it sends tensors that no opening has")
         for part in SPLITS:
-            check_sample_count(about["rows"][part], self.channel, "it")
-        if self.kit.max_samples and about["rows"]["train"] > self.kit.max_samples:
+            check_sample_count(header["samples"][part], self.channel, "it")
+        if self.kit.max_samples and header["samples"]["train"] > self.kit.max_samples:
             raise FederationError(
-                f"it says it has {about['rows']['train']} training rows; server.toml believes "
+                f"it says it has {header['rows']['train']} training rows; server.toml believes "
                 f"{self.kit.max_samples} at most"
             )
 
@@ -240,7 +240,7 @@ class RemoteEngine(FlowerEngine):
         """How a site differs from another: one encoder, one list of classes, one first state."""
         first_site, second_site = self.sites[first], self.sites[name]
         for key in ("encoder", "classes", "dim", "scale", "local", "template"):
-            first_value, theirs = first_site.about.get(key, ""), second_site.about.get(key, "")
+            first_value, theirs = first_site.header.get(key, ""), second_site.header.get(key, "")
             if key == "encoder":
                 first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
             if not _is_close(first_value, theirs):
@@ -303,7 +303,7 @@ class OpeningExchange(FlowerEngine):
 
     def unseal(self, message: Message, id: str, context: str) -> Message:
         message = self.remote.unseal(message, id, context)
-        self.site_names[id] = str(message.about["client"])
+        self.site_names[id] = str(message.header["client"])
         return message
 
     def describe_error(self, error: Any) -> str:

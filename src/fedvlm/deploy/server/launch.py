@@ -132,7 +132,9 @@ def run_over_sites(
         record.compare({"identity": tune.reuse_tuned(settings, record.manifest).identity()})
         return Result(folder)
     if again:
-        record.clear()
+        _check_server_up(kit)
+        with record.lock():  # a server that is at this very run goes on, with its checkpoints
+            record.clear()
     report_progress = progress or (lambda stage, done, total: None)
     progress_file = folder.with_suffix(".progress")
 
@@ -170,8 +172,7 @@ def _request_run(
     step: Callable[[], None],
 ) -> None:
     """Has the server's process do what is asked, and waits for it."""
-    if not is_server_up(kit):
-        raise FederationError(f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}")
+    _check_server_up(kit)
     for name, text in FLOWER_APP.items():
         write_file(kit.folder / "app" / name, text.encode())
     tail = EventTail(kit.folder)
@@ -192,6 +193,11 @@ def _request_run(
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
         run_flwr(kit, "stop", str(answer["run-id"]), CONNECTION_NAME)
         raise
+
+
+def _check_server_up(kit: ServerKit) -> None:
+    if not is_server_up(kit):
+        raise FederationError(f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}")
 
 
 def stop_runs(kit: ServerKit) -> list[str]:

@@ -34,10 +34,10 @@ from fedvlm.runner.load import encode, load, open_data, open_encoder_with_notes
 from fedvlm.runner.manifest import build_manifest
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import file_name, finished_scores, run_training
+from fedvlm.runner.training import TrainingRun, file_name, finished_scores, run_training
 from fedvlm.storage.files import read_json, read_tensors, write_file, write_json, write_tensors
 
-BUDGET_EXCEEDED = ERROR_MESSAGES["race"].split("{")[0]
+BUDGET_EXCEEDED = ERROR_MESSAGES["tuning"].split("{")[0]
 
 
 class FederatedTuning:
@@ -89,7 +89,7 @@ class FederatedTuning:
             sum(name in planned.train for planned in self.trainings) for name in self.run.kit.sites
         )
         totals = {
-            "race": self.key,
+            "key": self.key,
             "trainings": (len(trials) + 1) * len(self.trainings),  # the run itself is one more
             "rounds": trainings_per_site * (tune.search_rounds(rounds, len(trials), first) + rounds),
         }
@@ -132,7 +132,9 @@ class FederatedTuning:
             write_tensors(path, flat, {**about, "updates": trial.updates})
 
         plan = Plan(training.train, (), self.settings.fraction)
-        scores = tune.continue_trial(trial, training.name, terms, engine, plan, initial_local, until, keep)
+        scores = tune.continue_trial(
+            trial, training.name, tune.TrialTraining(terms, engine, plan, initial_local), until, keep
+        )
         validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
@@ -264,7 +266,7 @@ class DeployedRun:
         self, settings: Settings, training: Training, seed: int, tuning: Any | None = None
     ) -> RemoteEngine:
         """A training at all sites that are there; of a `race` it tells how large that is."""
-        spec = training_spec(settings, training, seed) | ({} if tuning is None else {"race": tuning})
+        spec = training_spec(settings, training, seed) | ({} if tuning is None else {"tuning": tuning})
         self.log_event(
             "begun",
             method=settings.method.name,
@@ -282,9 +284,9 @@ class DeployedRun:
     def make_terms(self, settings: Settings, engine: RemoteEngine, seed: int) -> tuple[TrainingTerms, RemoteState]:
         """What everyone knows of a training, and the local tensors of one nobody has seen."""
         first = engine.sites[engine.base]
-        terms = terms_of(settings, frozen_from(first.about, first.text, seed), seed)
+        terms = terms_of(settings, frozen_from(first.header, first.text, seed), seed)
         channel = with_deployment_bound(settings.channel, settings.method)
-        return replace(terms, channel=channel), RemoteState(0, tuple(first.about["local"]))
+        return replace(terms, channel=channel), RemoteState(0, tuple(first.header["local"]))
 
     def train(self, settings: Settings, training: Training, seed: int) -> metrics.Results:
         engine = self.open_training(settings, training, seed)
@@ -297,13 +299,10 @@ class DeployedRun:
         name = file_name(training, seed)
         terms, initial_local = self.make_terms(settings, engine, seed)
         return run_training(
-            settings,
-            training,
-            terms,
+            TrainingRun(settings, training, terms, self.record),
             engine,
             State(0, first.first, {}, channel=tune.initial_spend(self.tuned, training.name, seed)),
             initial_local,
-            self.record,
             lambda done: self.on_progress(name, done, settings.method.rounds),
             checkpoint_seconds=0.0,  # a round over the network is worth a checkpoint
             on_sum=self.sum_recorder(settings, name),
@@ -318,7 +317,7 @@ class DeployedRun:
 
     def make_manifest(self, settings: Settings, engine: RemoteEngine, first: SiteOpening, seed: int) -> dict[str, Any]:
         """The manifest: of the rows the server knows no more than classes and numbers."""
-        about = first.about
+        about = first.header
         text = None if first.text is None else first.text.tolist()
         site_facts = {key: about[key] for key in MANIFEST_FIELDS if key in about}
         site_facts |= {"rows": "at the sites", "data": f"{len(self.kit.sites)} sites", "text": text}

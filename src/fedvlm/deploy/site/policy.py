@@ -137,7 +137,7 @@ class Policy:
         if self.secure and not channel.secure:
             raise RequestRefused("secure")
         if len(labels) < self.min_samples:
-            raise RequestRefused("rows", least=self.min_samples)
+            raise RequestRefused("samples", least=self.min_samples)
         cannot = isinstance(method, ClassStatistics) and setting(method, "min_class_samples") is None
         if cannot and len(self.small_classes(labels)):
             raise RequestRefused("class", least=self.min_class_samples)
@@ -163,7 +163,7 @@ class Policy:
         allowed = replace(Clients(), partition=clients.partition, count=clients.count, domains=clients.domains)
         allowed = replace(allowed, alpha=clients.alpha, min_samples=clients.min_samples)
         if not self.server_divides and clients != allowed:
-            raise RequestRefused("division")
+            raise RequestRefused("partition")
 
     @property
     def score_detail(self) -> str:

@@ -17,6 +17,7 @@ from fedvlm import tensors
 from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import ClassStatistics, Tensors
+from fedvlm.data.splits import SPLITS
 from fedvlm.deploy.flower import SUPEREXEC_ENDED
 from fedvlm.deploy.flower.access import SECRET_FILE as CONTROL
 from fedvlm.deploy.flower.access import TOKEN_FOLDER_VARIABLE, new_secret
@@ -26,17 +27,21 @@ from fedvlm.deploy.identity.certificates import describe_validity, read_own_cert
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit, write_secret
 from fedvlm.deploy.messages import (
-    SCORES,
+    ECHOED_FIELDS,
+    SCORE_COUNTS,
+    Header,
+    OpenRequest,
     ReportedError,
     RequestRefused,
-    check_request,
+    RoundRequest,
     encode_error,
     encoder_fingerprint,
+    parse_request,
     public_encoder_name,
     training_key,
 )
 from fedvlm.deploy.operations.events import EventLog, EventLogger
-from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, ReplyCache, request_kind, upload_cost
+from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
 from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, describe_request, load_site_training
 from fedvlm.engines.client import measure
@@ -45,11 +50,10 @@ from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
-from fedvlm.runner.training import calibration
+from fedvlm.runner.training import fit_calibration
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
-ECHOED_FIELDS = ("kind", "training", "round", "nonce")  # what a reply repeats of its request
 UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about strangers
 
 
@@ -65,14 +69,11 @@ class Site:
         self.sign = Signer(kit.folder / "key")
         self.verify = Verifier(kit.folder / "server.pub")
         self.ledger = Ledger(kit.folder)
-        self.budget = PrivacyBudget(self.ledger)
+        self.budget = PrivacyBudget(self.ledger.history())
         self.handler = TrainingHandler(listener=self)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
-        self.admitted_tunings: set[str] = set()  # that were admitted
-        self.n_unsigned, self.last_unsigned_log = (
-            0,
-            -UNSIGNED_LOG_SECONDS,
-        )  # messages of others since a line, and its time
+        self.admitted_tunings: set[str] = set()
+        self.n_unsigned, self.last_unsigned_log = 0, -UNSIGNED_LOG_SECONDS
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
     def log_text(self, text: str) -> None:
@@ -80,81 +81,78 @@ class Site:
         self.log_event("said", text=text)
 
     def answer(self, request: Message, state: Message) -> tuple[Message, Message]:
-        """The signed reply, also of an error or a refusal, and the new state.
+        """Return the signed reply, which may be an error or a refusal, and the new state.
 
-        Whoever is not the server gets none: nothing of its message is looked at.
+        A message that the server did not sign gets no reply, and nothing of it is parsed.
         """
         try:
             self.verify(request, "the server")
-        except Exception as error:  # whatever a stranger's words make of a checksum
+        except Exception as error:  # whatever an outsider's bytes make a checksum raise
             self._count_unsigned()
             raise UnsignedMessageError("a message that the server did not sign was dropped") from error
         try:
-            check_request(request.about)
-            about = dict(request.about)
+            fields = parse_request(request.header)
         except FederationError as error:  # signed, so the server may hear of it
-            return self._error_reply({}, ReportedError("words", str(error))), state
+            return self._error_reply(None, ReportedError("request", str(error))), state
         try:
-            self.ledger.add(
-                "in", about["round"], to_tensors(request.arrays), to_bytes(request), **_ledger_fields(about)
-            )
+            entry = _ledger_fields(fields)
+            self.ledger.add("in", fields.round, to_tensors(request.arrays), to_bytes(request), **entry)
             check_not_withdrawn(self.kit.folder, self.sign.public)
             policy = current_policy(self.kit.folder)
-            reply, state, costs = self._compute_reply(request, about, state, policy)
+            if isinstance(fields, OpenRequest):
+                self.budget.admit(policy, "training", fields.training, 0.0)
+                reply, costs = self.open_training(request, policy), {"costs": "training"}
+            else:
+                reply, state, costs = self._run_round(request, fields, state, policy)
             policy.check_upload_size(sum(array.nbytes for array in reply.arrays.values()))
         except Exception as error:
-            return self._error_reply(about, error), state
-        sent = self._record_reply("out", about, self.sign(reply), **costs)
-        if "spends" in costs:  # after it was counted: what is given again costs nothing
-            ReplyCache(self._folder(about["training"])).store(request, reply, state)
+            return self._error_reply(fields, error), state
+        sent = self._record_reply("out", fields, self.sign(reply), **costs)
+        if "spends" in costs:  # after it was counted: a repeated reply costs nothing
+            ReplyCache(self._folder(fields.training)).store(request, reply, state)
         return sent, state
 
-    def _compute_reply(
-        self, request: Message, about: Mapping[str, Any], state: Message, policy: Policy
+    def _run_round(
+        self, request: Message, fields: RoundRequest, state: Message, policy: Policy
     ) -> tuple[Message, Message, dict[str, Any]]:
-        """The reply, the new state, and what it costs by the site's account."""
-        kind, key = request_kind(about), about["training"]
-        costs: dict[str, Any] = {"costs": kind}
-        if kind == "training":
-            self.budget.admit(policy, kind, key, 0.0)
-            return self.open_training(about, to_tensors(request.arrays), policy), state, costs
+        """Return the reply, the new state, and what the reply costs."""
+        kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
         training = self._load_training(key, policy)
         site_training, world = self.site_trainings[key], training.world
         policy.admit(self.kit.folder, world.method, world.channel, site_training.labels)
-        if (again := ReplyCache(self._folder(key)).read(request)) is not None:
-            return again[0], training.restore(again[1]) if about["trains"] else state, {}
-        spends = upload_cost(world.method, world.channel, len(site_training.labels)) if kind == "upload" else 0.0
+        if (cached := ReplyCache(self._folder(key)).read(request)) is not None:
+            return cached[0], training.restore(cached[1]) if fields.trains else state, {}
+        spends = site_training.upload_cost if kind == "upload" else 0.0
         self.budget.admit(policy, kind, key, spends)
         reply, state = self.handler.answer(request, state)
-        scores = policy.allowed_scores(reply.about["scores"])
-        if site_training.is_trial:  # of which hits on validation rows are enough
-            scores = {name: scores[name] for name in SCORES}
-        words = {
-            "scores": scores,
-            "described": {} if policy.score_detail == "none" or site_training.is_trial else reply.about["described"],
-            "releases": self.budget.rounds[key] + (kind == "upload"),
-        }
-        return Message({**reply.about, **words}, reply.arrays), state, {**costs, "spends": spends}
+        scores, described = policy.allowed_scores(reply.header["scores"]), reply.header["described"]
+        if site_training.is_trial:  # counts of correct validation samples are enough to choose by
+            scores = {name: scores[name] for name in SCORE_COUNTS}
+        if policy.score_detail == "none" or site_training.is_trial:
+            described = {}
+        releases = self.budget.rounds[key] + (kind == "upload")
+        header = {**reply.header, "scores": scores, "described": described, "releases": releases}
+        return Message(header, reply.arrays), state, {"costs": kind, "spends": spends}
 
-    def _error_reply(self, about: Mapping[str, Any], error: Exception) -> Message:
-        """A kind and its numbers for the server; all else for the people of the site."""
+    def _error_reply(self, fields: Header | None, error: Exception) -> Message:
+        """Return a code with its numbers for the server; log everything else here."""
         is_expected = isinstance(error, FedVLMError)
         detail = str(error) if is_expected else "".join(traceback.format_exception(error))
         self.log_text(detail)
-        words = {**{name: about.get(name) for name in ECHOED_FIELDS}, "client": self.kit.name}
-        reply = self.sign(Message({**words, "error": encode_error(error)}))
-        kind: Any = "refused" if isinstance(error, RequestRefused) else "out"
-        return self._record_reply(kind, about, reply, error=detail[-2000:])
+        header = {**{name: getattr(fields, name, None) for name in ECHOED_FIELDS}, "client": self.kit.name}
+        reply = self.sign(Message({**header, "error": encode_error(error)}))
+        direction: Direction = "refused" if isinstance(error, RequestRefused) else "out"
+        return self._record_reply(direction, fields, reply, error=detail[-2000:])
 
-    def _record_reply(self, direction: Any, about: Mapping[str, Any], reply: Message, **details: Any) -> Message:
-        """Noted and counted before it leaves."""
-        number, data = about.get("round", -1), to_bytes(reply)
-        entry = {**_ledger_fields(about), **details}
-        self.ledger.add(direction, number, to_tensors(reply.arrays), data, **entry)
+    def _record_reply(self, direction: Direction, fields: Header | None, reply: Message, **details: Any) -> Message:
+        """Write a reply to the ledger and count it, before it leaves."""
+        data, entry = to_bytes(reply), {**_ledger_fields(fields), **details}
+        self.ledger.add(direction, fields.round if fields else -1, to_tensors(reply.arrays), data, **entry)
         self.budget.count_line(entry)
-        if "error" not in details:
-            fields = list(reply.arrays) or ["scores only"]
-            self.log_event("sent", what=_describe_activity(about), bytes=len(data), fields=fields)
+        if fields and "error" not in details:
+            names = list(reply.arrays) or ["scores only"]
+            activity = {"open": "opened a training", "adapt": "adapted"}.get(fields.kind, f"round {fields.round}")
+            self.log_event("sent", what=activity, bytes=len(data), fields=names)
         return reply
 
     def _count_unsigned(self) -> None:
@@ -165,13 +163,12 @@ class Site:
             self.ledger.add("dropped", -1, strangers=self.n_unsigned)
             self.n_unsigned = 0
 
-    def open_training(self, about: Mapping[str, Any], sent: Tensors, policy: Policy) -> Message:
-        """Makes a training known here, and tells the server what it has to know to start it."""
-        spec = about["spec"]
-        key = training_key(spec)
-        settings = build(spec["identity"])
-        if key != about["training"]:
-            raise ReportedError("words", "the training is not that of its settings")
+    def open_training(self, request: Message, policy: Policy) -> Message:
+        """Open a training here, and tell the server what it must know to start it."""
+        spec, sent = request.header["spec"], to_tensors(request.arrays)
+        key, settings = training_key(spec), build(spec["identity"])
+        if key != request.header["training"]:
+            raise ReportedError("request", "the key of the training does not match its settings")
         site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy)
         if policy.consent:
             self.log_event("asks", **describe_request(settings, site_training, self.budget, policy))
@@ -183,39 +180,33 @@ class Site:
             _check_same_encoder(read_json(folder / "training.json"), site_training)
         write_json(folder / "training.json", {**spec, "encoder": site_training.encoder})
         write_tensors(folder / "reference.safetensors", sent, {})
-        self._know(key, site_training)
-        shared, local = settings.method.init(site_training.world.frozen)
-        member = site_training.world.members[self.kit.name]
-        text = {} if site_training.world.frozen.text is None else {"text": site_training.world.frozen.text}
-        words = {
-            **{name: about[name] for name in ECHOED_FIELDS},
-            "client": self.kit.name,
-            "opened": key,
-            "encoder": public_encoder_name(site_training.encoder),
-            "classes": list(site_training.world.frozen.classes),
-            "dim": site_training.world.frozen.dim,
-            "scale": site_training.world.frozen.scale,
-            "local": sorted(local),
-            "rows": {part: len(getattr(member, part)) for part in ("train", "validation", "test")},
-        } | template_of(site_training.world.frozen)
-        first = {f"shared/{name}": value for name, value in shared.items()}
+        self._register(key, site_training)
+        frozen, member = site_training.world.frozen, site_training.world.members[self.kit.name]
+        shared, local = settings.method.init(frozen)
+        header = {
+            **{name: request.header[name] for name in ECHOED_FIELDS},
+            **{"client": self.kit.name, "opened": key, "encoder": public_encoder_name(site_training.encoder)},
+            **{"classes": list(frozen.classes), "dim": frozen.dim, "scale": frozen.scale, "local": sorted(local)},
+            "samples": {split: len(getattr(member, split)) for split in SPLITS},
+            **template_of(frozen),
+        }
         self.log_event(
             "opened",
             method=settings.method.name,
-            rows=len(member.train),
+            samples=len(member.train),
             validation=len(member.validation),
             classes=len(set(site_training.labels.tolist())),
         )
-        return Message(words, to_arrays({**first, **text}))
+        first = {f"shared/{name}": value for name, value in shared.items()}
+        return Message(header, to_arrays(first | ({} if frozen.text is None else {"text": frozen.text})))
 
     def _admit_tuning(self, spec: Mapping[str, Any], key: str, site_training: SiteTraining, policy: Policy) -> None:
-        """All of a race is admitted when its first trial is opened, or none of it."""
-        tuning = spec.get("race")
-        if tuning is None or tuning["race"] in self.admitted_tunings or key in self.budget.trainings:
+        """Admit a whole tuning search when its first trial is opened, or none of it."""
+        tuning = spec.get("tuning")
+        if tuning is None or tuning["key"] in self.admitted_tunings or key in self.budget.trainings:
             return
-        cost_per_round = upload_cost(site_training.world.method, site_training.world.channel, len(site_training.labels))
-        self.budget.admit_tuning(policy, tuning["trainings"], tuning["rounds"], cost_per_round)
-        self.admitted_tunings.add(tuning["race"])
+        self.budget.admit_tuning(policy, tuning["trainings"], tuning["rounds"], site_training.upload_cost)
+        self.admitted_tunings.add(tuning["key"])
 
     def _log_suppressed_classes(self, site_training: SiteTraining, policy: Policy) -> None:
         """To the people here; the server is not told which classes are small."""
@@ -233,16 +224,15 @@ class Site:
             sent, _ = read_tensors(folder / "reference.safetensors")
             site_training = load_site_training(self.kit, build(spec["identity"]), spec, sent.get("reference"), policy)
             _check_same_encoder(spec, site_training)
-            self._know(key, site_training)
+            self._register(key, site_training)
         training = self.handler.trainings[key]
         world = replace(training.world, method=policy.with_min_class_samples(training.world.method))
         self.handler.trainings[key] = replace(training, world=world)
         return self.handler.trainings[key]
 
-    def _know(self, key: str, _register: SiteTraining) -> None:
-        self.site_trainings[key] = _register
-        training = ClientTraining(key, self.kit.name, _register.world, self._folder(key))
-        self.handler.trainings[key] = training
+    def _register(self, key: str, site_training: SiteTraining) -> None:
+        self.site_trainings[key] = site_training
+        self.handler.trainings[key] = ClientTraining(key, self.kit.name, site_training.world, self._folder(key))
 
     def _folder(self, key: str) -> Path:
         return self.kit.folder / "state" / key
@@ -263,16 +253,13 @@ class Site:
         if tensors.max_relative_difference(sent, world.method.send(sent, training.id)) > 0:
             self.log_text(f"{world.method.name} sends each client tensors of its own; none is kept")
             return
-        calibrated = calibration(world, sent, local, training.id)
+        calibrated = fit_calibration(world, sent, local, training.id)
         classifier = Personalised(
             world.method, world.frozen, sent, local, training.id, site_training.encoder, calibrated
         )
         measured = measure(world, sent, local, training.id)
-        save_with_card(
-            classifier,
-            ClassifierOrigin(site_training.about, site_training.title, measured["test_rows"], measured["test_hits"]),
-            place,
-        )
+        counts = measured["test_rows"], measured["test_hits"]
+        save_with_card(classifier, ClassifierOrigin(site_training.origin, site_training.title, *counts), place)
         self.log_event("classifier", place=str(place))
         self.log_event("gained", **compare_with_alone(world, training.id, measured))
 
@@ -286,13 +273,8 @@ def _check_same_encoder(stored_spec: Mapping[str, Any], site_training: SiteTrain
         )
 
 
-def _ledger_fields(about: Mapping[str, Any]) -> dict[str, str | int | float | None]:
-    return {name: about.get(name) for name in ("kind", "training")}
-
-
-def _describe_activity(about: Mapping[str, Any]) -> str:
-    activity = {"open": "opened a training", "adapt": "adapted"}.get(about["kind"], "")
-    return activity or f"round {about['round']}"
+def _ledger_fields(fields: Header | None) -> dict[str, Any]:
+    return {name: getattr(fields, name, None) for name in ("kind", "training")}
 
 
 def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -> None:

@@ -44,8 +44,12 @@ class SiteTraining:
     labels: NDArray[np.int64]  # of the training rows
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
-    about: Mapping[str, Any]  # what its card tells of rows and code
-    is_trial: bool = False  # of a race: no test row is looked at, and no classifier comes of it
+    origin: Mapping[str, Any]  # of the classifier, for its card: settings, data and code
+    is_trial: bool = False  # of a tuning search: it has no test samples and leaves no classifier
+
+    @property
+    def upload_cost(self) -> float:
+        return upload_cost(self.world.method, self.world.channel, len(self.labels))
 
 
 def load_site_training(
@@ -74,14 +78,14 @@ def load_site_training(
         prepared = replace(prepared, seed=seed)
     id = kit.plays or kit.name
     prepared = _limit_samples(prepared, id, policy.max_samples)
-    if trial := "race" in spec:
+    if trial := "tuning" in spec:
         prepared = _without_test(prepared, id)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     labels = rows.labels[prepared.partition.clients[id].train]
     title = f"{settings.method.name}-{spec['training']}-{seed}"
-    about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
-    return SiteTraining(world, labels, rows.encoder, title, about | provenance(), trial)
+    origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
+    return SiteTraining(world, labels, rows.encoder, title, origin, trial)
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:

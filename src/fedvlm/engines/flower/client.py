@@ -14,14 +14,17 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.channel.pipeline import UploadPipeline, join_channel_state, split_channel_state
-from fedvlm.channel.steps import to_secagg
+from fedvlm.channel.steps import SECAGG_LIMIT, to_secagg
 from fedvlm.channel.validation import check_upload
 from fedvlm.core import Conditioned, Described, Tensors, upload_sum
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
 from fedvlm.engines.flower.messages import Arrays, Message
+from fedvlm.engines.flower.secure import SECAGG_RANGE
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors, write_tensors
+
+assert SECAGG_LIMIT == SECAGG_RANGE, "a channel must refuse what SecAgg+ would cut off"
 
 Versions = dict[int, Tensors]
 
@@ -44,12 +47,12 @@ def pack_versions(key: str, versions: Versions) -> tuple[Tensors, dict[str, Any]
     return flat, {"training": key, "versions": list(versions), "names": names}
 
 
-def unpack_versions(flat: Tensors, about: Mapping[str, Any], key: str) -> Versions:
+def unpack_versions(flat: Tensors, header: Mapping[str, Any], key: str) -> Versions:
     """The versions of one training; none if these are another's."""
-    if about.get("training") != key:
+    if header.get("training") != key:
         return {}
-    out: Versions = {version: {} for version in about["versions"]}
-    for place, (version, name) in enumerate(about["names"]):
+    out: Versions = {version: {} for version in header["versions"]}
+    for place, (version, name) in enumerate(header["names"]):
         out[version][name] = flat[str(place)]
     return out
 
@@ -65,28 +68,28 @@ class ClientTraining:
 
     def read(self, state: Message, version: int) -> Versions:
         """Within a run from its state; from the file after a restart, or in a second run."""
-        held = unpack_versions(to_tensors(state.arrays), state.about, self.key)
+        held = unpack_versions(to_tensors(state.arrays), state.header, self.key)
         if version in held or self.folder is None or not self.path.exists():
             return held
         return unpack_versions(*read_tensors(self.path), self.key)
 
     def write(self, versions: Versions) -> Message:
-        flat, about = pack_versions(self.key, versions)
+        flat, header = pack_versions(self.key, versions)
         if self.folder is not None:
-            write_tensors(self.path, flat, about)
-        return Message(about, to_arrays(flat))
+            write_tensors(self.path, flat, header)
+        return Message(header, to_arrays(flat))
 
     def restore(self, state: Message) -> Message:
         """Versions as they were, beside those that are there: the server may go on from either."""
         stored = Message({}) if self.folder is None else self.read_file()
-        sources = [unpack_versions(to_tensors(source.arrays), source.about, self.key) for source in (stored, state)]
+        sources = [unpack_versions(to_tensors(source.arrays), source.header, self.key) for source in (stored, state)]
         return self.write({**sources[0], **sources[1]})
 
     def read_file(self) -> Message:
         if not self.path.exists():
             return Message({})
-        flat, about = read_tensors(self.path)
-        return Message(about, to_arrays(flat))
+        flat, header = read_tensors(self.path)
+        return Message(header, to_arrays(flat))
 
     @property
     def path(self) -> Path:
@@ -113,11 +116,11 @@ class TrainingHandler:
 
     def answer(self, message: Message, state: Message) -> tuple[Message, Message]:
         """The reply and the new state; `local` is in the state and never in the reply."""
-        about = message.about
-        training = self.trainings.get(about["training"])
+        header = message.header
+        training = self.trainings.get(header["training"])
         if training is None:
-            raise FederationError(f"the training {about['training']} is not open here; the server opens it first")
-        world, id, number, version = training.world, training.id, about["round"], about["version"]
+            raise FederationError(f"the training {header['training']} is not open here; the server opens it first")
+        world, id, number, version = training.world, training.id, header["round"], header["version"]
         held = training.read(state, version)
         initial_local = tensors.copy(world.method.init(world.frozen)[1])
         if version and version not in held:
@@ -128,9 +131,9 @@ class TrainingHandler:
             )
         sent = to_tensors(message.arrays)
         local, channel_state = split_channel_state(held[version] if version else initial_local)
-        task = Task(id, sent, local, about["trains"])
+        task = Task(id, sent, local, header["trains"])
         engine = Sequential(world)
-        adapts = about["kind"] == "adapt"
+        adapts = header["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task]).replies[id]
         after, upload, masked = version, done.upload or {}, False
         place = error_context(world, number, id)
@@ -139,10 +142,10 @@ class TrainingHandler:
             draw = channel_noise(world, id, number)
             upload, channel_state = UploadPipeline(world.channel).encode(upload, sent, channel_state, draw)
             if masked := world.channel.secure and bool(upload):
-                upload = to_secagg(upload, sent, sum_weight(world, id, about), world.channel, place)
+                upload = to_secagg(upload, sent, sum_weight(world, id, header), world.channel, place)
         if task.trains:
             after = number + 1
-            keep = {version, *about["held"]}
+            keep = {version, *header["held"]}
             held = {held_version: value for held_version, value in held.items() if held_version in keep}
             state = training.write(
                 {**held, after: join_channel_state(done.local_tensors, {} if adapts else channel_state)}
@@ -150,7 +153,7 @@ class TrainingHandler:
         if adapts and self.listener is not None:
             self.listener.on_adapted(training, sent, done.local_tensors)
         reply = {
-            **{key: about[key] for key in ("kind", "training", "round", "nonce")},
+            **{key: header[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
             "masked": masked,
             "version": after,
@@ -161,18 +164,18 @@ class TrainingHandler:
         return Message(reply, to_arrays(upload)), state
 
 
-def sum_weight(world: World, id: str, about: Mapping[str, Any]) -> float:
+def sum_weight(world: World, id: str, header: Mapping[str, Any]) -> float:
     """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
     others no weight would see this one's upload."""
     rows = len(world.members[id].train)
     if upload_sum(world.method) != "samples":
         return 1.0
-    if not 0 < rows <= about["largest"]:
+    if not 0 < rows <= header["largest"]:
         raise FederationError(
-            f"{error_context(world, about['round'], id)}: the server says that no client has more than "
-            f"{about['largest']} rows, but this one has {rows}; it runs another version"
+            f"{error_context(world, header['round'], id)}: the server says that no client has more than "
+            f"{header['largest']} rows, but this one has {rows}; it runs another version"
         )
-    return float(rows / about["largest"])
+    return float(rows / header["largest"])
 
 
 def describe_local(world: World, sent: Tensors, done: ClientReply, adapts: bool) -> dict[str, float]:

@@ -118,17 +118,17 @@ class FlowerEngine:
             replies |= masked
         done = {}
         for id, reply in replies.items():
-            about = reply.about
-            upload = to_tensors(reply.arrays) if about["uploads"] else None
-            local = self.local(id, about["version"])
+            header = reply.header
+            upload = to_tensors(reply.arrays) if header["uploads"] else None
+            local = self.local(id, header["version"])
             done[id] = ClientReply(
                 upload,
                 local,
-                about["scores"],
+                header["scores"],
                 self.rows[id],
-                about["described"],
+                header["described"],
                 is_encoded=True,
-                releases=about.get("releases", 0),
+                releases=header.get("releases", 0),
             )
         return RoundReplies(done, dict(self.missing), total, self._required_replies(len(parcels)))
 
@@ -170,7 +170,9 @@ class FlowerEngine:
         from fedvlm.engines.flower.secure import MIN_SECURE_SITES, MOST_MEMBERS, exchange_securely
 
         largest = max(self.rows[id] for id in parcels)
-        notice = {id: Message({**message.about, "largest": largest}, message.arrays) for id, message in parcels.items()}
+        notice = {
+            id: Message({**message.header, "largest": largest}, message.arrays) for id, message in parcels.items()
+        }
         sealed = self._sealed(notice)
         if not MIN_SECURE_SITES <= len(sealed) <= MOST_MEMBERS:
             raise FederationError(
@@ -199,7 +201,7 @@ class FlowerEngine:
         for id in parcels.keys() - self.nodes.keys():
             self.missing[id] = self.absent.get(id, "it is not connected")
         return {
-            id: self.seal(Message({**message.about, "nonce": token_hex(16)}, message.arrays))
+            id: self.seal(Message({**message.header, "nonce": token_hex(16)}, message.arrays))
             for id, message in parcels.items()
             if id in self.nodes
         }
@@ -207,7 +209,7 @@ class FlowerEngine:
     def _message(self, message: Message, node: int, number: int) -> Any:
         ttl = None if self.deadline is None else self.deadline + TTL_MARGIN_SECONDS
         return self.grid.create_message(
-            to_records(message), MESSAGE_TYPES[message.about["kind"]], node, str(number), ttl
+            to_records(message), MESSAGE_TYPES[message.header["kind"]], node, str(number), ttl
         )
 
     def _accept(self, message: Any, id: str, request: Message) -> Message:
@@ -221,16 +223,16 @@ class FlowerEngine:
     def _check_reply(self, message: Message, id: str, request: Message) -> Message:
         context = _describe_request(id, request)
         message = self.unseal(message, id, context)
-        if "error" in message.about:
-            raise FederationError(f"{context}: {self.describe_error(message.about['error'])}")
+        if "error" in message.header:
+            raise FederationError(f"{context}: {self.describe_error(message.header['error'])}")
         for key in ("kind", "training", "round", "nonce"):
-            if message.about.get(key) != request.about[key]:
+            if message.header.get(key) != request.header[key]:
                 raise FederationError(
                     f"{context}: the reply is to another request (its {key} is "
-                    f"{str(message.about.get(key))[:80]!r}, not {request.about[key]!r}); it is left "
+                    f"{str(message.header.get(key))[:80]!r}, not {request.header[key]!r}); it is left "
                     "out"
                 )
-        if message.about.get("client") != id and request.about["kind"] != "open":
+        if message.header.get("client") != id and request.header["kind"] != "open":
             raise FederationError(f"{context}: the reply is another client's")
         try:
             self.check(message, id, request)
@@ -264,7 +266,7 @@ class FlowerEngine:
 
 
 def _describe_request(id: str, request: Message) -> str:
-    return id if request.about["kind"] == "open" else f"client {id}, round {request.about['round']}"
+    return id if request.header["kind"] == "open" else f"client {id}, round {request.header['round']}"
 
 
 class InProcessEngine(FlowerEngine):
@@ -287,8 +289,8 @@ class InProcessEngine(FlowerEngine):
                 return version
         self.n_planted -= 1
         self.known_versions[id][self.n_planted] = local
-        flat, about = pack_versions("", {**self._stored_versions(id), self.n_planted: local})
-        self.grid.keep(id, Message(about, to_arrays(flat)))
+        flat, header = pack_versions("", {**self._stored_versions(id), self.n_planted: local})
+        self.grid.keep(id, Message(header, to_arrays(flat)))
         return self.n_planted
 
     def local(self, id: str, version: int) -> Tensors:
@@ -306,7 +308,7 @@ class InProcessEngine(FlowerEngine):
 
     def _stored_versions(self, id: str) -> Versions:
         state = self.grid.state(id)
-        return unpack_versions(to_tensors(state.arrays), state.about, "")
+        return unpack_versions(to_tensors(state.arrays), state.header, "")
 
 
 class MessageHandler(Protocol):

@@ -26,34 +26,34 @@ SINGLE_RECORD_BYTES = 4 << 20  # bytes of arrays up to which a parcel travels in
 class Message:
     """A few words in JSON and named arrays; nothing else ever crosses."""
 
-    about: Mapping[str, Any]
+    header: Mapping[str, Any]
     arrays: Arrays = field(default_factory=dict)
 
 
 def checksum(message: Message) -> str:
     """Of the words and of names, types, shapes and bytes of the arrays, whatever their order."""
-    words = {key: value for key, value in message.about.items() if key not in SIGNATURE_FIELDS}
+    words = {key: value for key, value in message.header.items() if key not in SIGNATURE_FIELDS}
     total = sha256(json.dumps(words, sort_keys=True).encode())
     # What a secure sum masks on its way cannot be checked where it arrives: only the words are.
-    for name in () if message.about.get("masked") else sorted(message.arrays):
+    for name in () if message.header.get("masked") else sorted(message.arrays):
         array = np.asarray(message.arrays[name], order="C")
         total.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
         total.update(array.tobytes())
     return total.hexdigest()
 
 
-SIGNATURE_FIELDS = ("checksum", "signature")  # what is said about a parcel, and is not part of it
+SIGNATURE_FIELDS = ("checksum", "signature")  # fields that protect a message and are not part of what they protect
 
 
 def seal(message: Message) -> Message:
     """The parcel as the other side will check it."""
-    plain = json.loads(json.dumps(message.about))
+    plain = json.loads(json.dumps(message.header))
     return Message({**plain, "checksum": checksum(Message(plain, message.arrays))}, message.arrays)
 
 
 def unseal(message: Message, context: str) -> Message:
     """Refuses a parcel that is not, to the bit, the one that was sealed."""
-    if message.about.get("checksum") != checksum(message):
+    if message.header.get("checksum") != checksum(message):
         raise FederationError(f"{context}: the message is damaged, its checksum does not fit; it is left out")
     return message
 
@@ -65,7 +65,7 @@ def to_records(message: Message) -> Any:
     if sum(np.asarray(array).nbytes for array in message.arrays.values()) <= SINGLE_RECORD_BYTES:
         return app.RecordDict({"parcel": app.ConfigRecord({"bytes": to_bytes(message)})})
     arrays = app.ArrayRecord({key: app.Array(np.asarray(v)) for key, v in message.arrays.items()})
-    return app.RecordDict({"about": app.ConfigRecord({"json": json.dumps(message.about)}), "arrays": arrays})
+    return app.RecordDict({"header": app.ConfigRecord({"json": json.dumps(message.header)}), "arrays": arrays})
 
 
 def from_records(records: Any, context: str) -> Message:
@@ -74,8 +74,8 @@ def from_records(records: Any, context: str) -> Message:
             message = from_bytes(records["parcel"]["bytes"])
         else:
             arrays = {key: value.numpy() for key, value in records["arrays"].items()}
-            message = Message(json.loads(records["about"]["json"]), arrays)
-        if not isinstance(message.about, dict):
+            message = Message(json.loads(records["header"]["json"]), arrays)
+        if not isinstance(message.header, dict):
             raise TypeError("its words are no table")
     except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
         raise FederationError(
@@ -115,16 +115,16 @@ def to_bytes(message: Message) -> bytes:
     from safetensors.numpy import save
 
     contiguous = {key: np.asarray(value, order="C") for key, value in message.arrays.items()}
-    words = json.dumps([message.about, list(contiguous)])  # one string: more come in any order
-    return save(contiguous, metadata={"about": words})
+    words = json.dumps([message.header, list(contiguous)])  # one string: more come in any order
+    return save(contiguous, metadata={"header": words})
 
 
 def from_bytes(data: bytes) -> Message:
     from safetensors.numpy import load
 
     size = int.from_bytes(data[:8], "little")
-    about, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["about"])
+    header, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["header"])
     arrays = load(data)  # in an order of its own
     if sorted(names) != sorted(arrays):
         raise FederationError("the names of its arrays are not those it holds")
-    return Message(about, {name: arrays[name] for name in names})
+    return Message(header, {name: arrays[name] for name in names})

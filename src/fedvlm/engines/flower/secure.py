@@ -45,9 +45,9 @@ def sum_settings(members: int) -> dict[str, Any]:
     }
 
 
-def plan_digest(about: Mapping[str, Any]) -> str:
+def plan_digest(header: Mapping[str, Any]) -> str:
     """Return the hash of what all members of a sum must be told alike: plan, round, `largest`."""
-    plan = [about.get(name) for name in ("training", "round", "largest")]
+    plan = [header.get(name) for name in ("training", "round", "largest")]
     return sha256(json.dumps(plan).encode()).hexdigest()
 
 
@@ -131,7 +131,7 @@ def _check_shares(config: Mapping[str, Any], state: Mapping[str, Any], asked: Me
     sources, texts = config["srcs"], config["ctxts"]
     if len(others) < MIN_SECURE_SITES - 1 or sorted(sources) != sorted(others) or len(texts) != len(sources):
         raise _refusal(f"it must bring shares of all {len(others)} other members, got {len(set(sources))}")
-    same = asked is not None and plan_digest(asked.about) == state["plan"]
+    same = asked is not None and plan_digest(asked.header) == state["plan"]
     for source, text in zip(sources, texts, strict=True):
         same &= compare_digest(text[-TAG_BYTES:], _tag(state, source, state["nid"]))
     if not same:
@@ -172,18 +172,18 @@ def wrap_reply(reply: Message, hidden: bool) -> Any:
     """A reply as it travels: as it is, or (`hidden`) as SecAgg+ takes it and masks its arrays."""
     app = import_flower()
     if not hidden:
-        if reply.about.get("masked"):  # whatever the server asks: this site's upload goes masked
+        if reply.header.get("masked"):  # whatever the server asks: this site's upload goes masked
             raise FederationError("the upload of a secure sum was asked for without a mask")
         return to_records(reply)
-    if "error" in reply.about:  # raised, because it must not enter the sum
-        raise FederationError(json.dumps(reply.about["error"]))
+    if "error" in reply.header:  # raised, because it must not enter the sum
+        raise FederationError(json.dumps(reply.header["error"]))
     names = sorted(reply.arrays)
     arrays = [np.asarray(reply.arrays[name], np.float64) for name in names]
     return app.RecordDict(
         {
             "fitres.parameters": app.ArrayRecord(arrays),
             "fitres.num_examples": app.MetricRecord({"num_examples": 1}),
-            "fitres.metrics": app.ConfigRecord({"about": json.dumps(reply.about), "names": json.dumps(names)}),
+            "fitres.metrics": app.ConfigRecord({"header": json.dumps(reply.header), "names": json.dumps(names)}),
             "fitres.status": app.ConfigRecord({"code": 0, "message": ""}),
         }
     )
@@ -216,7 +216,7 @@ class SecureExchange:
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         metrics = {node.node_id: fit_result.metrics for node, fit_result in results}
         [names] = {fit_result["names"] for fit_result in metrics.values()}
-        self.headers = {node: json.loads(fit_result["about"]) for node, fit_result in metrics.items()}
+        self.headers = {node: json.loads(fit_result["header"]) for node, fit_result in metrics.items()}
         arrays = api.parameters_to_ndarrays(results[0][1].parameters)
         self.mean = dict(zip(json.loads(names), arrays, strict=True))
         return None, {}
@@ -231,7 +231,7 @@ class SecureExchange:
         stage = messages[0].content[STAGE]["stage"]
         before_upload = stage in STAGES_BEFORE_UPLOAD
         for reply in messages if stage == "setup" else ():
-            reply.content[STAGE]["plan"] = plan_digest(self.parcels[reply.metadata.dst_node_id].about)
+            reply.content[STAGE]["plan"] = plan_digest(self.parcels[reply.metadata.dst_node_id].header)
         replies = list(collect_replies(self.grid, self.grid.push_messages(messages), timeout))
         for reply in replies:
             if reply.has_error():

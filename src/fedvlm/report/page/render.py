@@ -1,24 +1,39 @@
-"""The model as one HTML file."""
+"""Render the model of runs as one HTML file that needs no network."""
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from fedvlm.evaluate import metrics
-from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.metrics import METRICS, mean_and_std
 from fedvlm.record import Record
-from fedvlm.report.page.model import OutlierHistory, build_model
-from fedvlm.report.page.svg import Line, Panel, bubble_chart, line_class, scatter_chart, slopegraph, svg_text
-from fedvlm.report.runs import Model, model_json
+from fedvlm.report import charts
+from fedvlm.report.charts import BubbleChart, Chart, Series
+from fedvlm.report.page.model import FEDERATED, build_model, run_kind
+from fedvlm.report.page.svg import draw_bubbles, draw_chart, draw_outliers, draw_positions, line_class
+from fedvlm.report.runs import Model, differing_settings, model_json
 from fedvlm.report.tables import format_cell
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, write_file
+
+Run = Mapping[str, Any]
+MAX_SHOWN = 40  # clients or classes that a drawing has room for
+MAX_WEIGHTS = 40  # sentences in the chart of their weights
+ROUND_CHARTS = (  # key of the curve, title, whether it is a fraction
+    ("accuracy", "Accuracy of the clients that train", True),
+    ("unseen", "Accuracy of unseen clients", True),
+    ("clients F1", "Macro-F1 of the clients that train", True),
+    ("clients balanced", "Balanced accuracy of the clients that train", True),
+    ("loss", "Loss on validation samples", False),
+    ("cosine", "Cosine similarity of the clients' updates", False),
+)
+DIAGNOSTIC_NAMES = {"condition number": "condition number κ", "gamma": "γ, fraction of an image that prompts take"}
 
 
 def write_page(
@@ -28,7 +43,7 @@ def write_page(
     paper: Mapping[str, Mapping[str, float]] | None = None,
     command: str = "",
 ) -> Path:
-    """One page of all these runs."""
+    """Write one page of all these runs."""
     return write_model(build_model(records, title, paper, command), out)
 
 
@@ -38,41 +53,32 @@ def write_model(model: Model, out: Path) -> Path:
 
 
 def render_page(model: Model) -> str:
+    """Render a model; the functions that the template calls are passed to it by name."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader = PackageLoader("fedvlm.report.page", "templates")
     env = Environment(
-        loader=loader,
+        loader=PackageLoader("fedvlm.report.page", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    env.globals.update(colour=line_class)
-    env.filters.update(percent=format_percent, heat=shade_class)
+    env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
+    env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
+    sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
+    sections += [round_figures, calibration_figures, diagnostic_figures]
     return env.get_template("report.html").render(
         **page_shell(),
+        **{section.__name__: section(model) for section in sections},
         model=model,
         data=embed_model(model),
         rows=main_table_rows(model),
-        partitions=partitions,
-        matrices=matrices,
-        client_slopes=client_slopes,
-        journeys=journeys,
-        confusion=confusion,
-        round_figures=round_figures,
-        calibration_figures=calibration_figures,
-        diagnostic_figures=diagnostic_figures,
-        draw_outliers=draw_outliers,
-        odd=differing_settings(model),
+        settings=settings_table(model),
     )
 
 
 def page_shell(script: str = "", more_style: str = "", extra_policy: str = "") -> dict[str, Any]:
-    """What every page of ours has: style, script, and a policy that lets nothing else in.
-
-    A page may have another script, and a rule more.
-    """
+    """Return style, script and a policy that lets nothing else in; a page may have another script and a rule more."""
     style = _read_static("style.css") + more_style
     script = script or _read_static("script.js")
     policy = (
@@ -93,7 +99,7 @@ def _csp_hash(text: str) -> str:
 
 
 def embed_model(model: Model) -> Markup:
-    """JSON that no name in it can break out of, with a checksum of all that it says."""
+    """Return JSON that no name in it can break out of, with a checksum of its content."""
     plain = model_json({**model, CHECKSUM_KEY: sha256(model_json(model).encode()).hexdigest()})
     for letter in "<>&":
         plain = plain.replace(letter, f"\\u{ord(letter):04x}")
@@ -104,64 +110,78 @@ def format_percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f}"
 
 
+def four_digits(value: float | None) -> str:
+    """Format a number with at most four digits, large ones in thousands, millions or billions."""
+    if value is None:
+        return "-"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def format_bytes(value: float) -> str:
+    """Format a number of bytes with at most four digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.4g} {unit}"
+
+
 def shade_class(value: float | None) -> str:
-    """One of eleven shades."""
+    """Return the class of one of eleven shades."""
     return "" if value is None else f"h{max(0, min(10, round(10 * value)))}"
 
 
 def main_table_rows(model: Model) -> list[dict[str, Any]]:
-    """The table's rows: per column the words, the number to sort by, and what it is to the best."""
+    """Return rows of cells: the text, the number to sort by, and the difference to the best."""
     out = []
     for place, run in enumerate(model["runs"]):
-        spread = metrics.mean_and_std(run["tables"])
+        statistics = mean_and_std(run["tables"])
         cells = []
         for column in model["columns"]:
-            mean, deviation = spread.get(column, (None, None))
+            mean, std = statistics.get(column, (None, None))
             verdict = model["verdicts"].get(column)
-            table_cell: dict[str, Any] = {"text": format_cell(mean, deviation, "text"), "sort": mean, "mark": ""}
+            cell: dict[str, Any] = {"text": format_cell(mean, std, "text"), "sort": mean, "mark": ""}
             if verdict and place == verdict["best"]:
-                table_cell["mark"] = "best"
+                cell["mark"] = "best"
             elif verdict and (gap := verdict["differences"].get(str(place))):
-                table_cell["mark"] = "level" if place in verdict["level"] else ""
-                table_cell["gap"] = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * part for part in gap))
-            cells.append(table_cell)
+                cell["mark"] = "n.s." if place in verdict["similar"] else ""
+                cell["gap"] = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * part for part in gap))
+            cells.append(cell)
         out.append({"place": place, "run": run, "cells": cells})
     return out
 
 
-def differing_settings(model: Model) -> list[tuple[str, list[str]]]:
-    """Settings in which the runs differ from each other."""
-    identities = [
-        {
-            key: setting if isinstance(setting, str) else json.dumps(setting)
-            for key, setting in flatten(identity).items()
-        }
-        for identity in (run["identity"] for run in model["runs"])
+def settings_table(model: Model) -> list[tuple[str, list[str]]]:
+    """Return the settings in which the runs differ, with their values."""
+    flat = [flatten(run["identity"]) for run in model["runs"]]
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return [
+        (key, [text(settings[key]) if key in settings else "-" for settings in flat])
+        for key in differing_settings(flat)
     ]
-    keys = dict.fromkeys(key for setting in identities for key in setting)
-    texts_by_key = {key: [setting.get(key, "-") for setting in identities] for key in keys}
-    return [(key, texts) for key, texts in texts_by_key.items() if len(set(texts)) > 1]
-
-
-Run = Mapping[str, Any]
-MAX_SHOWN = 40  # clients or classes that a drawing has room for
 
 
 def partitions(model: Model) -> list[dict[str, Any]]:
-    """Who has which rows, once for runs that share them."""
+    """Return samples per client and class, once for runs that share them."""
     out: dict[str, dict[str, Any]] = {}
     for run in model["runs"]:
         if run["rows"] in out:
             continue
         counts = run["counts"] or {}
         ids = sorted(run["clients"], key=lambda id: -run["clients"][id]["train"])
-        shown_ids = [id for id in ids if id in counts][:MAX_SHOWN]
+        shown = [id for id in ids if id in counts][:MAX_SHOWN]
         classes = run["classes"][: 2 * MAX_SHOWN]
-        grid = [counts[id][: 2 * MAX_SHOWN] for id in shown_ids]
+        chart = BubbleChart(run["data"], [counts[id][: 2 * MAX_SHOWN] for id in shown], shown, classes)
         out[run["rows"]] = {
             "data": run["data"],
-            "drawing": bubble_chart(grid, shown_ids, classes) if shown_ids else "",
-            "left": [len(ids) - len(shown_ids), len(run["classes"]) - len(classes)],
+            "drawing": draw_bubbles(chart) if shown else "",
+            "hidden": [len(ids) - len(shown), len(run["classes"]) - len(classes)],
             "clients": [
                 {"client": id, **run["clients"][id], "classes": sum(map(bool, counts.get(id, [])))}
                 for id in ids[: 2 * MAX_SHOWN]
@@ -172,46 +192,32 @@ def partitions(model: Model) -> list[dict[str, Any]]:
 
 
 def matrices(model: Model) -> list[dict[str, Any]]:
-    """By run: the accuracy on every client's test rows in every training, mean over seeds."""
+    """Return, by run, the accuracy on every client's test samples in every training, mean over seeds."""
     out = []
     for place, run in enumerate(model["runs"]):
-        means: dict[tuple[str, str], list[float]] = {}
+        accuracies: dict[tuple[str, str], list[float]] = {}
+        by_client: dict[str, list[float]] = {}
         for cell in run["cells"]:
-            means.setdefault((cell["training"], cell["client"]), []).append(cell["accuracy"])
-        ids = list(dict.fromkeys(cell["client"] for cell in run["cells"]))
-        members = next(iter(run["who"].values()))  # of cross-device those of the first seed
-        unseen = {(training, id) for training, (_, unseen_ids) in members.items() for id in unseen_ids}
-        accuracies = {id: [fmean(v) for (_, client_id), v in means.items() if client_id == id] for id in ids}
-        shown_ids = sorted(ids, key=lambda id: fmean(accuracies[id]))[:MAX_SHOWN]
+            accuracies.setdefault((cell["training"], cell["client"]), []).append(cell["accuracy"])
+            by_client.setdefault(cell["client"], []).append(cell["accuracy"])
+        members = next(iter(run["members"].values()))  # of cross-device those of the first seed
+        worst = sorted(by_client, key=lambda id: fmean(by_client[id]))[:MAX_SHOWN]
+        ids = [id for id in by_client if id in worst]
         rows = [
             (
                 training,
-                [
-                    (
-                        fmean(means[training, id]) if (training, id) in means else None,
-                        (training, id) in unseen,
-                    )
-                    for id in ids
-                    if id in shown_ids
-                ],
+                [(fmean(values) if (values := accuracies.get((training, id))) else None, id in unseen) for id in ids],
             )
-            for training in members
+            for training, (_, unseen) in members.items()
         ]
-        out.append(
-            {
-                "run": place,
-                "name": run["name"],
-                "clients": [id for id in ids if id in shown_ids],
-                "left": len(ids) - len(shown_ids),
-                "rows": rows,
-                **_spread(run),
-            }
-        )
+        hidden = len(by_client) - len(ids)
+        shown = {"run": place, "name": run["name"], "clients": ids, "hidden": hidden, "rows": rows}
+        out.append({**shown, **_client_summary(run)})
     return out
 
 
 def client_means(run: Run, key: str = "accuracy") -> dict[str, float]:
-    """A number of each client that trained, the mean over trainings and seeds."""
+    """Return a metric of each client that trained, the mean over trainings and seeds."""
     values_by_client: dict[str, list[float]] = {}
     for cell in run["cells"]:
         if not cell["unseen"] and key in cell:
@@ -219,255 +225,132 @@ def client_means(run: Run, key: str = "accuracy") -> dict[str, float]:
     return {id: fmean(values) for id, values in values_by_client.items()}
 
 
-def _spread(run: Run) -> dict[str, Any]:
+def _client_summary(run: Run) -> dict[str, Any]:
     accuracies = client_means(run)
     if not accuracies:
-        return {"worst": None, "spread": None, "metrics": {}}
+        return {"worst": None, "range": None, "metrics": {}}
     worst = min(accuracies, key=lambda id: accuracies[id])
     metrics = {key: fmean(means.values()) for key in METRICS if (means := client_means(run, key))}
-    return {
-        "worst": (worst, accuracies[worst]),
-        "spread": max(accuracies.values()) - min(accuracies.values()),
-        "metrics": metrics,
-    }
+    span = max(accuracies.values()) - min(accuracies.values())
+    return {"worst": (worst, accuracies[worst]), "range": span, "metrics": metrics}
 
 
-KINDS = {"zero-shot": 0, "alone": 2, "fedot-all-local": 2, "pooled": 3}  # all others are federated
-
-
-def journeys(model: Model) -> dict[str, Any] | None:
-    """Client by client: zero-shot, the federated run of the best mean, alone; the worst first."""
-    kinds = [KINDS.get(run["identity"]["method"]["name"], 1) for run in model["runs"]]
+def client_gains(model: Model) -> dict[str, Any] | None:
+    """Return accuracies client by client: zero-shot, the best federated run, alone; the worst client first."""
     steps: list[tuple[str, dict[str, float]]] = []
     for kind, name in enumerate(("zero-shot", "federated", "alone")):
-        runs_of_kind = [run for run, run_kind in zip(model["runs"], kinds, strict=True) if run_kind == kind]
-        candidates = [
-            (fmean(accuracies.values()), run["name"], accuracies)
-            for run in runs_of_kind
-            if (accuracies := client_means(run))
-        ]
+        runs = [(run["name"], client_means(run)) for run in model["runs"] if run_kind(run) == kind]
+        candidates = [(fmean(means.values()), run_name, means) for run_name, means in runs if means]
         if candidates:
-            _, run, accuracies = max(candidates, key=lambda run_kind: run_kind[0])
-            steps.append((run if kind == 1 else name, accuracies))
+            _, run_name, means = max(candidates, key=lambda candidate: candidate[0])
+            steps.append((run_name if kind == FEDERATED else name, means))
     if len(steps) < 2:
         return None
-    federated = next((accuracies for place, (_, accuracies) in enumerate(steps) if place), {})
+    federated = steps[1][1]
     ids = sorted(federated, key=lambda id: federated[id])
     rows = []
     for id in ids[:MAX_SHOWN]:
-        values = [accuracies.get(id) for _, accuracies in steps]
+        values = [means.get(id) for _, means in steps]
         defined = [value for value in values if value is not None]
         rows.append((id, values, defined[1] - defined[0] if len(defined) > 1 else None))
-    return {"names": [name for name, _ in steps], "rows": rows, "left": len(ids[MAX_SHOWN:])}
+    return {"names": [name for name, _ in steps], "rows": rows, "hidden": len(ids[MAX_SHOWN:])}
 
 
-def client_slopes(model: Model) -> Markup:
-    """Zero-shot first, then what was federated, then what clients reach alone."""
-    runs = sorted(model["runs"], key=lambda run: KINDS.get(run["identity"]["method"]["name"], 1))
-    accuracies_by_run = [client_means(run) for run in runs]
-    ids = list(dict.fromkeys(id for accuracies in accuracies_by_run for id in accuracies))
+def client_chart(model: Model) -> dict[str, Any] | None:
+    """Return a dot per client and run: zero-shot first, then federated, alone and pooled; the worst clients."""
+    runs = sorted(model["runs"], key=run_kind)
+    means = [client_means(run) for run in runs]
+    ids = list(dict.fromkeys(id for by_client in means for id in by_client))
     if len(runs) < 2 or not ids:
-        return Markup("")
-    worst = sorted(ids, key=lambda id: min(accuracies.get(id, 1.0) for accuracies in accuracies_by_run))[
-        : MAX_SHOWN // 2
+        return None
+    worst = sorted(ids, key=lambda id: min(by_client.get(id, 1.0) for by_client in means))[: MAX_SHOWN // 2]
+    shown = [id for id in ids if id in worst]
+    series = [
+        Series(id, [(place, by_client[id]) for place, by_client in enumerate(means) if id in by_client], number)
+        for number, id in enumerate(shown)
     ]
-    lines = [(id, [accuracies.get(id) for accuracies in accuracies_by_run]) for id in ids if id in worst]
-    return slopegraph([run["name"] for run in runs], lines)
+    chart = Chart(
+        "Accuracy of each client by method",
+        "",
+        "accuracy (%)",
+        series,
+        kind="dots",
+        categories=[run["name"] for run in runs],
+        is_of_clients=True,
+    )
+    return {"drawing": draw_chart(chart), "clients": shown, "hidden": len(ids) - len(shown)}
 
 
 def confusion(model: Model) -> dict[str, Any] | None:
-    """Of the run that leads, or the first: true classes down, answers across, in per cent."""
+    """Return the confusion matrix of the best run, or of the first: true classes down, predicted across."""
     first = next(iter(model["verdicts"].values()), {"best": 0})
     run = model["runs"][first["best"]]
-    kind = "unseen" if "unseen" in run["sure"] and run["tables"][0].get("G", 0) else "clients"
-    cells = run["sure"].get(kind, {}).get("confusion")
+    group = "unseen" if "unseen" in run["calibration"] and run["tables"][0].get("G", 0) else "clients"
+    cells = run["calibration"].get(group, {}).get("confusion")
     if not cells or len(run["classes"]) > MAX_SHOWN:
         return None
     grid = [[0] * len(run["classes"]) for _ in run["classes"]]
-    for true, guess, rows in cells:
-        grid[true][guess] = rows
-    return {"run": run["name"], "kind": kind, "classes": run["classes"], "grid": grid}
-
-
-MAX_WEIGHTS = 40  # places of a drawing of weights
-UNIT_RANGE = (0.0, 1.0)
-PANELS = (  # key of the curve, what it is called, whether it is a share
-    ("accuracy", "accuracy of the clients that train", True),
-    ("unseen", "accuracy of unseen clients", True),
-    ("clients F1", "macro-F1 of the clients that train", True),
-    ("clients balanced", "balanced accuracy of the clients that train", True),
-    ("loss", "loss on validation rows", False),
-    ("cosine", "agreement of the clients' updates (cosine)", False),
-)
+    for true, predicted, count in cells:
+        grid[true][predicted] = count
+    return {"run": run["name"], "group": group, "classes": run["classes"], "grid": grid}
 
 
 def round_figures(model: Model) -> list[Markup]:
-    """Curves over the rounds, then the same against what a client has moved."""
-    out = []
-    for key, name, is_fraction in PANELS:
-        for across, x in (("round", "round"), ("kB", "kilobytes of a client, both ways")):
+    """Draw curves over the rounds, then accuracies over the traffic of a client."""
+    drawn = []
+    for across, x_label in (("round", "round"), ("kB", "kB per client, both ways")):
+        for key, title, is_fraction in ROUND_CHARTS:
             if across == "kB" and key not in ("accuracy", "unseen"):
                 continue
-            lines = [
-                line
+            series = [
+                charts.with_band(run["name"], points, place)
                 for place, run in enumerate(model["runs"])
-                if (line := average(place, run["curves"], key, across)).points
+                if (points := charts.mean_curve(run["curves"], key, across))
             ]
-            if lines:
-                by = "" if across == "round" else ", by traffic"
-                unit = "%" if is_fraction else key
-                log = across == "kB"
-                out.append(Panel(name + by, x, unit, lines, log, is_fraction, key=key, across=across))
-    ordered = sorted(out, key=lambda panel: panel.across == "kB")
-    return [_figure(panel) for panel in ordered]
-
-
-def average(place: int, curves: Sequence[Mapping[str, Any]], key: str, across: str = "round") -> Line:
-    """Mean over trainings and seeds, and a band of a deviation over seeds."""
-    by_seed: dict[int, list[Mapping[str, Any]]] = {}
-    for curve in curves:
-        if key in curve:
-            by_seed.setdefault(curve["seed"], []).append(curve)
-    length = min((len(curve["kB"]) for seed_curves in by_seed.values() for curve in seed_curves), default=0)
-    points, band = [], []
-    for number in range(length):
-        means = []
-        for seed_curves in by_seed.values():
-            values = [curve[key][number] for curve in seed_curves if curve[key][number] is not None]
-            if values:
-                means.append(fmean(values))
-        moved = fmean(curve["kB"][number] for seed_curves in by_seed.values() for curve in seed_curves)
-        x = float(number) if across == "round" else moved
-        if not means or (across == "kB" and not moved):  # there is no logarithm of nothing
-            continue
-        mean = fmean(means)
-        points.append((x, mean))
-        if len(means) > 1:
-            wide = stdev(means)
-            band.append((x, mean - wide, mean + wide))
-    return Line(place, points, band)
-
-
-def _figure(panel: Panel) -> Markup:
-    return _framed(panel.name, panel.draw())
-
-
-def _framed(name: str, drawing: Markup) -> Markup:
-    return Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(name, drawing)
-
-
-def calibration_figures(model: Model) -> dict[str, list[Markup]]:
-    """Reliability, risk and coverage, ROC, precision-recall, decision curve; by who was tested."""
-    out = {}
-    for kind in ("clients", "unseen"):
-        summaries = {i: run["sure"][kind] for i, run in enumerate(model["runs"]) if kind in run["sure"]}
-        if not summaries:
-            continue
-        full = {  # bins of a hundredth of the rows or more
-            i: [
-                (point, n / max(summary["bins"]))
-                for point, n in zip(summary["reliability"], summary["bins"], strict=True)
-                if 100 * n >= summary["rows"]
-            ]
-            for i, summary in summaries.items()
-        }
-        reliable = [
-            Line(i, [p for p, _ in bin_points], dots=[n for _, n in bin_points]) for i, bin_points in full.items()
-        ]
-        panels = [
-            _square(
-                "reliability: how often it is right when it is sure",
-                "confidence",
-                "% right",
-                reliable,
-                diagonal=True,
-            ),
-            Panel(
-                "risk and coverage: wrong answers if only the surest rows are answered",
-                "share of rows answered",
-                "% wrong",
-                _lines(summaries, "risk"),
-                x_range=UNIT_RANGE,
-            ),
-        ]
-        if ranked := {i: summary for i, summary in summaries.items() if "ROC" in summary}:
-            name, x = "ROC, every row with every class", "share of false alarms"
-            panels.append(_square(name, x, "% found", _lines(ranked, "ROC"), diagonal=True))
-            lines = _lines(ranked, "precision")
-            panels.append(_square("precision and recall", "recall", "% precision", lines))
-        lines = _lines(summaries, "decision")
-        panels.append(Panel("decision curve", "threshold", "net benefit", lines, percent=False))
-        out[kind] = [_figure(panel) for panel in panels]
-    return out
-
-
-def _lines(summaries: Mapping[int, Mapping[str, Any]], key: str) -> list[Line]:
-    return [Line(i, summary[key]) for i, summary in summaries.items()]
-
-
-def _square(name: str, x: str, y: str, lines: Sequence[Line], diagonal: bool = False) -> Panel:
-    """Shares against shares, from none to all."""
-    return Panel(name, x, y, lines, diagonal=diagonal, x_range=UNIT_RANGE, y_range=UNIT_RANGE)
-
-
-def diagnostic_figures(model: Model) -> list[Markup]:
-    """Angles by which maps turn, weights of sentences, and local prompts on a plane."""
-    runs = list(enumerate(model["runs"]))
-    turned = [
-        Line(i, [(k / (len(run["angles"]) - 1), angle) for k, angle in enumerate(run["angles"])])
-        for i, run in runs
-        if run["angles"]
-    ]
-    weights = [
-        Line(i, [(float(k), weight) for k, weight in enumerate(run["weights"][:MAX_WEIGHTS], 1)])
-        for i, run in runs
-        if run["weights"]
-    ]
-    out = []
-    if turned:
-        name = "angles by which the clients' maps turn"
-        out.append(Panel(name, "share of the angles", "degrees", turned, percent=False))
-    if weights:
-        name = "weight of a class's sentences, largest first"
-        out.append(Panel(name, "place", "% weight", weights))
-    drawn = [_figure(panel) for panel in out]
-    for _, run in runs:
-        if prompt_map := run["prompts"]:
-            name = f"local prompts of {run['name']}: near ones are alike (t-SNE)"
-            drawn.append(_framed(name, scatter_chart(name, prompt_map["places"], prompt_map["clients"])))
+            if series:
+                suffix = ", by traffic" if across == "kB" else ""
+                y_label = "per cent" if is_fraction else key
+                chart = Chart(title + suffix, x_label, y_label, series, is_percent=is_fraction, key=key, across=across)
+                drawn.append(draw_chart(replace(chart, x_log=across == "kB")))
     return drawn
 
 
-MAX_CLIENTS = 40  # clients in a drawing; those that were far most often come first
+def calibration_figures(model: Model) -> dict[str, list[Markup]]:
+    """Draw reliability, risk-coverage, ROC, precision-recall and decision curves of clients and unseen clients."""
+    out = {}
+    for group in ("clients", "unseen"):
+        summaries = {
+            place: (run["name"], run["calibration"][group])
+            for place, run in enumerate(model["runs"])
+            if group in run["calibration"]
+        }
+        if not summaries:
+            continue
+        drawn = [charts.reliability_chart(summaries), charts.risk_chart(summaries)]
+        ranked = {place: (name, summary) for place, (name, summary) in summaries.items() if "ROC" in summary}
+        drawn += [charts.roc_chart(ranked), charts.precision_recall_chart(ranked)] if ranked else []
+        out[group] = [draw_chart(chart) for chart in (*drawn, charts.decision_chart(summaries))]
+    return out
 
 
-def draw_outliers(about: OutlierHistory) -> Markup:
-    """Clients down, rounds across."""
-    rounds = about["rounds"]
-    often = {id: sum(numbers[0] for numbers in by_round.values()) for id, by_round in about["clients"].items()}
-    ids = sorted(often, key=lambda id: (-often[id], id))[:MAX_CLIENTS]
-    cell, left_margin, top = min(16.0, max(3.0, 640 / len(rounds))), 150, 20
-    width, height = left_margin + cell * len(rounds) + 60, top + 16 * len(ids) + 8
-    out = Markup(
-        f'<svg class="wide" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
-        'aria-label="who was far from the rest in which round">'
-    )
-    out += svg_text(left_margin, top - 6, f"round {rounds[0]} to {rounds[-1]}", "tick")
-    for row, id in enumerate(ids):
-        y = top + 16 * row
-        out += svg_text(left_margin - 8, y + 11, id, "tick end")
-        for place, number in enumerate(rounds):
-            if (numbers := about["clients"][id].get(str(number))) is not None:
-                x = left_margin + cell * place
-                kind = "bubble" if numbers[0] else "band c7"
-                out += Markup(f'<rect class="{kind}" x="{x:.1f}" y="{y}" ')
-                out += Markup(f'width="{cell - 1:.1f}" height="14"><title>')
-                out += escape(_tooltip(id, number, numbers)) + Markup("</title></rect>")
-        out += svg_text(left_margin + cell * len(rounds) + 6, y + 11, f"{often[id]} far", "tick")
-    return out + Markup("</svg>")
-
-
-def _tooltip(id: str, number: int, numbers: Sequence[float | None]) -> str:
-    words = ("times the median", "times those that point alike", "cosine to the others")
-    parts = [f"{value:g} {word}" for value, word in zip(numbers[1:], words, strict=True) if value is not None]
-    return f"{id}, round {number}{': far' if numbers[0] else ''}; {', '.join(parts)}"
+def diagnostic_figures(model: Model) -> list[Markup]:
+    """Draw rotation angles of maps, weights of sentences, and local prompts on a plane."""
+    angles, weights = [], []
+    for place, run in enumerate(model["runs"]):
+        if run["angles"]:
+            points = [(k / (len(run["angles"]) - 1), angle) for k, angle in enumerate(run["angles"])]
+            angles.append(Series(run["name"], points, place))
+        if run["weights"]:
+            ranked = [(float(k), weight) for k, weight in enumerate(run["weights"][:MAX_WEIGHTS], 1)]
+            weights.append(Series(run["name"], ranked, place))
+    drawn = []
+    if angles:
+        title = "Rotation angles of the clients' maps"
+        drawn.append(draw_chart(Chart(title, "quantile", "degrees", angles, is_percent=False)))
+    if weights:
+        drawn.append(draw_chart(Chart("Weights of a class's sentences, largest first", "rank", "weight (%)", weights)))
+    for run in model["runs"]:
+        if prompts := run["prompts"]:
+            title = f"Local prompts of {run['name']} (t-SNE: similar prompts are close)"
+            drawn.append(draw_positions(title, prompts["places"], prompts["clients"]))
+    return drawn

@@ -74,7 +74,7 @@
 
   // Runs are hidden and shown by their keys, in every panel.
   const hidden = new Set();
-  for (const button of all(".key")) {
+  for (const button of all("button.key")) {
     button.addEventListener("click", () => {
       const run = button.dataset.run;
       if (!hidden.delete(run)) hidden.add(run);
@@ -205,7 +205,7 @@
       const next = step > 0 ? places.find((x) => x > now + 0.01) : places.findLast((x) => x < now - 0.01);
       if (next === undefined) return;
       const box = panel.getBoundingClientRect();
-      show(panel, next, { x: box.left + next / 380 * box.width, y: box.top + 20 });
+      show(panel, next, { x: box.left + next / panel.viewBox.baseVal.width * box.width, y: box.top + 20 });
     });
   }
 })();

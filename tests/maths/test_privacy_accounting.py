@@ -59,13 +59,13 @@ def test_no_noise_is_no_privacy_and_no_step_no_loss():
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ((-1.0, 5), "-1.0"),
-        ((math.nan, 5), "nan"),
-        ((1.0, -5), "-5"),
-        ((1.0, 5, 0.0), "sampling_rate = 0.0"),
-        ((1.0, 5, 1.5), "sampling_rate = 1.5"),
-        ((1.0, 5, 1.0, 0.0), "delta = 0.0"),
-        ((1.0, 5, 1.0, 1.0), "delta = 1.0"),
+        ((-1.0, 5), "noise_multiplier must be at least 0, got -1.0"),
+        ((math.nan, 5), "noise_multiplier must be finite and at least 0, got nan"),
+        ((1.0, -5), "steps must be at least 0, got -5"),
+        ((1.0, 5, 0.0), "sampling_rate must be above 0 and at most 1, got 0.0"),
+        ((1.0, 5, 1.5), "sampling_rate must be above 0 and at most 1, got 1.5"),
+        ((1.0, 5, 1.0, 0.0), "delta must be above 0 and below 1, got 0.0"),
+        ((1.0, 5, 1.0, 1.0), "delta must be above 0 and below 1, got 1.0"),
     ],
 )
 def test_a_value_without_meaning_is_refused(values, word):
