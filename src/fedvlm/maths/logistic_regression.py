@@ -24,6 +24,7 @@ LBFGS_MEMORY = 10  # steps that the curvature is estimated from
 CURVATURE = 0.25  # of a sample's loss in the metric: half of the bound 1/2, which few samples reach
 GRADIENT_TOLERANCE = 1e-10  # at which a fit has converged
 QUASI_NEWTON_MEMORY = 8
+RELATIVE_RIDGES = (4e-2, 4e-3, 4e-4, 4e-5, 4e-6)  # of a path over clients, per curvature
 MIN_RELATIVE_CURVATURE = 1e-3  # of the largest; directions below it are left to the metric
 SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the step fraction, after a step that failed or succeeded
 
@@ -253,6 +254,19 @@ class Evaluations(NamedTuple):
     gradients: Tensor  # (points, classes, dim + 1) of the mean loss
     losses: Tensor  # (points,) mean loss of the training samples
     val_losses: Tensor  # (points,) summed loss of the validation samples
+
+
+def path_points(known: Evaluations, gram: Tensor, anchor: Tensor) -> Tensor:
+    """Return (RELATIVE_RIDGES, classes, dim + 1): the next point of the regression for every ridge.
+
+    `gram` is Σ x xᵀ with a last coordinate of 1. At an anchor of zero all classes are equally likely, so the curvature
+    is known, and the first points are the solutions of a ridge regression.
+    """
+    mean = gram / gram[-1, -1].clamp(min=1)  # the last entry is the number of samples
+    curvature = CURVATURE if anchor.any() else 1 / len(anchor)
+    return torch.stack(
+        [multisecant_step(known, mean, anchor, curvature * ridge, curvature) for ridge in RELATIVE_RIDGES]
+    )
 
 
 def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: float, curvature: float) -> Tensor:

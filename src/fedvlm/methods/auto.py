@@ -20,12 +20,11 @@ from torch import Tensor
 from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes, head_mixing
-from fedvlm.maths.logistic_regression import CURVATURE, Evaluations, Head, multisecant_step
+from fedvlm.maths.logistic_regression import Evaluations, Head, path_points
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import CheckedSettings
 
-SHARED_RIDGES = (4e-2, 4e-3, 4e-4, 4e-5, 4e-6)  # of the shared regression, relative to its curvature
 KNOWN = "known "  # prefix of the server's tensors about points that clients have evaluated
 
 
@@ -60,8 +59,7 @@ class Auto(CheckedSettings):
         known = Evaluations(*(torch.zeros(0, *shape) for shape in (anchor.shape, anchor.shape, (), ())))
         head = _logistic.head_tensors(anchor)
         local = {f"{key} change": torch.zeros_like(value) for key, value in head.items()}
-        shared = {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}
-        return shared, {**local, "mix weights": torch.zeros(3)}
+        return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local | {"mix weights": torch.zeros(3)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """Send the head, and what the coming round evaluates beside it: the keys say which phase it is."""
@@ -92,17 +90,16 @@ class Auto(CheckedSettings):
         total, state = _logistic.sum_uploads(uploads), load_state(SERVER, ServerState, shared)
         if "mix losses" in total:
             sent = self.send(shared, "")
-            return _logistic.head_tensors(
-                head_mixing.average_mixes(*heads_to_mix(sent, state.anchor), total["mix losses"])
-            )
+            heads = heads_to_mix(sent, state.anchor)
+            return _logistic.head_tensors(head_mixing.average_mixes(*heads, total["mix losses"]))
         if "counts" in total:
             moments = gaussian_classes.pooled_moments(total["counts"], total["sums"], total["gram"])
             rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
-            gaussian = Head(rule.weight, rule.bias).joined().float()
-            state = state._replace(gram=total["gram"].float(), gaussian=gaussian)
+            state = state._replace(gram=total["gram"].float(), gaussian=Head(rule.weight, rule.bias).joined().float())
         known = _logistic.add_evaluations(load_state(KNOWN, Evaluations, shared), state.points, total)
         mean = torch.einsum("p,pcd->cd", (-known.val_losses).softmax(0), known.points)
-        state = state._replace(round=state.round + 1, points=next_points(state, known))
+        gram = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1])
+        state = state._replace(round=state.round + 1, points=path_points(known, gram, state.anchor.double()).float())
         return {**_logistic.head_tensors(mean), **save_state(SERVER, state), **save_state(KNOWN, known)}
 
     def covered_classes(self, upload: Tensors) -> Tensor:
@@ -136,16 +133,6 @@ class Auto(CheckedSettings):
         return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
     name = "auto"
-
-
-def next_points(state: ServerState, known: Evaluations) -> Tensor:
-    """Return the next point of the shared regression for every ridge."""
-    gram = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1])
-    gram = gram / gram[-1, -1].clamp(min=1)  # the last entry is the number of samples
-    # At zero all classes are equally likely, and the curvature is known.
-    curvature = CURVATURE if state.anchor.any() else 1 / len(state.anchor)
-    steps = [multisecant_step(known, gram, state.anchor.double(), curvature * r, curvature) for r in SHARED_RIDGES]
-    return torch.stack(steps).float()
 
 
 def gaussian_part(state: ServerState) -> Tensors:
