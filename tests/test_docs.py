@@ -61,7 +61,7 @@ def defaults(kind, without=()):
 @pytest.mark.parametrize(
     ("page", "head", "kind", "without"),
     [
-        ("reference/settings.md", "key", Settings, ()),
+        ("reference/settings.md", "key", Settings, ("protocol_settings",)),
         ("reference/settings.md", "`clients.`", Clients, ()),
         ("security/channel.md", "`channel.`", Channel, ()),
         ("how-to/deploy.md", "`server.toml`", ServerKit, ("folder", "sites", "rehearsal")),

@@ -47,7 +47,7 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     path = tmp_path / "t"
     write_tensors(path, TENSORS, {})
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match="not a whole safetensors file"):
+    with pytest.raises(DataError, match="not a complete safetensors file"):
         read_tensors(path)
 
 
@@ -125,7 +125,7 @@ def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     (tmp_path / ".notes.txt").write_text("")
     with (
-        pytest.raises(SettingsError, match="is no run directory and holds thesis.tex"),
+        pytest.raises(SettingsError, match="is not a run directory: it holds thesis.tex"),
         Record(tmp_path).lock(),
     ):
         pass

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result."""
+"""Read and write the directory of a run: manifest, one line per round, checksummed tensors, result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RECORD_FILES = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DES
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a run's directory says of it, if it is written as this fedvlm reads it."""
+    """Read the manifest of a run; another format is refused."""
     manifest = dict(read_json(folder / "manifest.json"))
     if manifest.get("format") != RECORD_FORMAT:
         wrote = manifest.get("versions", {}).get("fedvlm", "an earlier one")
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def differences(
     recorded: Mapping[str, Any], requested: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, str, str]]:
-    """Every setting in which two runs differ: its name as it is written, and both values."""
+    """Return name and both values of every setting in which two runs differ."""
     out = []
     for key in {**recorded, **requested}:
         name = key if prefix in ("", "identity") else f"{prefix}.{key}"
@@ -74,14 +74,14 @@ def differences(
 
 
 class Record:
-    """One run's directory."""
+    """The directory of one run."""
 
     def __init__(self, folder: str | Path, on_line: Callable[[str, Any], None] | None = None) -> None:
         self.folder = Path(folder)
         self.on_line = on_line  # is told of every line that is written
 
     def start(self, manifest: Mapping[str, Any]) -> None:
-        """Starts the record, or goes on with one of the same identity and the same rows."""
+        """Start the record, or continue one of the same settings and samples."""
         path = self.folder / "manifest.json"
         if path.exists():
             self.compare({key: manifest[key] for key in ("identity", "encoder", "rows")})
@@ -89,7 +89,7 @@ class Record:
             write_json(path, {"format": RECORD_FORMAT, **manifest})
 
     def compare(self, requested: Mapping[str, Any]) -> None:
-        """Refuses to go on with the record of another run."""
+        """Refuse to continue the record of another run."""
         manifest = read_manifest(self.folder)
         compared_pair = ({key: manifest.get(key) for key in requested}, json.loads(json.dumps(requested)))
         if mismatches := differences(*compared_pair):
@@ -104,7 +104,7 @@ class Record:
             )
 
     def clear(self) -> None:
-        """Forgets all but the manifest, so that the run is run again."""
+        """Delete everything but the manifest, so that the run starts again."""
         ends = (self.folder / "result.json", self.folder / INDEX_FILE, self.folder / AUDIT_FILE)
         for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
@@ -113,14 +113,14 @@ class Record:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time works in a run directory; the lock goes with the process."""
+        """Lock the directory for this process; the lock ends with the process."""
         manifest, lock = self.folder / "manifest.json", self.folder / ".lock"
         with explain_os_errors(self.folder):
             new = self._create_folder()
             other_files = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
             if other_files and not manifest.exists():
                 raise SettingsError(
-                    f"{self.folder} is no run directory and holds {sorted(other_files)[0]}; "
+                    f"{self.folder} is not a run directory: it holds {sorted(other_files)[0]}; "
                     "choose a new or an empty directory"
                 )
         try:
@@ -133,7 +133,7 @@ class Record:
                 self.folder.rmdir()
 
     def _create_folder(self) -> bool:
-        """Whether the folder is new: of two that come at once it is for one, who may remove it."""
+        """Create the folder; return whether this process did, which may then remove it."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.folder.mkdir()
@@ -158,11 +158,11 @@ class Record:
         return self.folder / "rounds.jsonl"
 
     def lines(self) -> list[dict[str, Any]]:
-        """The whole lines; a line torn by a kill is left out."""
+        """Return the complete lines; one that a kill has cut is left out."""
         return list(self.iter_lines())
 
     def iter_lines(self) -> Iterator[dict[str, Any]]:
-        """The same one by one: those of many clients are long."""
+        """Yield the lines one by one, because those of many clients are long."""
         if not self.lines_path.exists():
             return
         with self.lines_path.open("rb") as file:
@@ -177,7 +177,7 @@ class Record:
                     ) from error
 
     def drop_lines_after(self, training: str, rounds: int) -> None:
-        """Forgets lines of a training that its checkpoint does not know: they will come again."""
+        """Drop lines of a training after its checkpoint; they will be written again."""
 
         def is_known(line: Mapping[str, Any]) -> bool:
             return bool(line["training"] != training or line["round"] < rounds)
@@ -186,7 +186,7 @@ class Record:
             self._write_lines(list(filter(is_known, self.iter_lines())))
 
     def sort_lines(self, trainings: Sequence[str]) -> None:
-        """In the order of the trainings, whichever of them were side by side."""
+        """Sort the lines by training, after trainings that ran in parallel."""
         place = {name: number for number, name in enumerate(trainings)}
         order = [place[line["training"]] for line in self.iter_lines()]
         if order != sorted(order):
@@ -206,7 +206,7 @@ class Record:
         return read_json(path) if path.exists() else None
 
     def finish(self, tables: Sequence[Table]) -> None:
-        """Writes the result, and the index that `fedvlm verify` goes by."""
+        """Write the result and the index for `fedvlm verify`."""
         write_json(self.folder / "result.json", {"tables": tables})
         write_index(self.folder, RECORD_FILES)
 
@@ -216,18 +216,18 @@ class Record:
 
     @cached_property
     def descriptions(self) -> Tensor | None:
-        """(classes, texts, dim) of the sentences that all clients had, if there were any."""
+        """Class descriptions (classes, texts, dim) that all clients share, if there are any."""
         path = self.folder / DESCRIPTIONS_FILE
         return read_tensors(path)[0]["common"] if path.exists() else None
 
     @cached_property
     def tables(self) -> list[Table]:
-        """One table per seed, in the order of the seeds."""
+        """Tables, one per seed in the order of the seeds."""
         return list(read_json(self.folder / "result.json")["tables"])
 
     @property
     def traffic(self) -> tuple[int, float]:
-        """Exchanges of a client with the server, and the bytes both ways over all of them.
+        """Communication rounds of a client, and its bytes both ways over all of them.
 
         The most of any client, and the mean over clients and trainings. A round's download is what
         it starts from, so the last download stands for the first, which everyone has by `init`.
@@ -243,12 +243,12 @@ class Record:
 
     @property
     def outlier_warnings(self) -> list[str]:
-        """Which clients were far from the rest in most of their rounds, in words."""
+        """Warnings about clients that were outliers in most of their rounds."""
         return describe_outliers(self.iter_lines())
 
     @property
     def convergence_warnings(self) -> list[str]:
-        """Which clients' convex fits were not at their end after all steps, in words."""
+        """Warnings about clients whose convex fits did not converge."""
         gradient_norms: dict[str, float] = {}
         for seed in self.manifest["identity"]["seeds"]:
             for training in self.trainings(seed).values():
@@ -258,16 +258,16 @@ class Record:
         if not gradient_norms:
             return []
         largest = max(gradient_norms.values())
-        return [f"not converged at {join_names(sorted(gradient_norms), 8)} (largest slope left {largest:.0e})"]
+        return [f"not converged at {join_names(sorted(gradient_norms), 8)} (largest remaining gradient {largest:.0e})"]
 
     def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
-        """Scores and map diagnostics of every training of one seed (the first one if none)."""
+        """Return scores and diagnostics of every training of a seed, the first if none is named."""
         return {
             training: dict(read_json(self.path_of(training, seed, "json"))) for training in self.manifest["trainings"]
         }
 
     def outcome(self, training: str, seed: int | None = None) -> tuple[Tensors, Mapping[str, Tensors]]:
-        """What a training ended with: the shared tensors, and the local ones of each client."""
+        """Return the final shared tensors of a training, and the local ones of each client."""
         path = self.path_of(training, seed, "safetensors")
         tensors, about = read_tensors(path)
         groups: dict[str, Tensors] = {"shared": {}, "fresh": {}}
@@ -287,7 +287,7 @@ class Record:
         return groups["shared"], SavedClientStates(clients_path, about["train"], groups["fresh"], tensors[PLACES_KEY])
 
     def local(self, training: str | None = None, seed: int | None = None) -> Mapping[str, Tensors]:
-        """What each client that trained in a training (the first one if none) keeps at home."""
+        """Return the local tensors of each client that trained, in the first training if none is named."""
         return self.outcome(training or self.manifest["trainings"][0], seed)[1]
 
     def path_of(self, training: str, seed: int | None, ending: str) -> Path:

@@ -1,4 +1,4 @@
-"""The face of a finished run: its table and the classifiers it has made; and how to get one."""
+"""The public API of runs: run, resume, sweep and compare, and the result of a run."""
 
 import shutil
 import tempfile
@@ -29,7 +29,7 @@ from fedvlm.runner.trackers import Trackers
 
 
 class Result(Record):
-    """A finished run as its directory tells it."""
+    """A finished run, opened by its directory."""
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
@@ -37,11 +37,11 @@ class Result(Record):
         return self.lines()
 
     def table(self, form: str = "text", columns: Sequence[str] = ()) -> str:
-        """Mean ± deviation over seeds as text, markdown or latex; `columns` are further ones."""
+        """Return mean ± standard deviation over seeds as text, markdown or latex; `columns` adds further ones."""
         return compare_table([self], form, extra_columns=columns)
 
     def curve(self, kind: str = "ROC", training: str | None = None, seed: int | None = None) -> list[list[float]]:
-        """Points of the ROC or PR curve of the clients of a training, on their test rows."""
+        """Return the points of the ROC or PR curve of a training's clients on their test samples."""
         return ranking_curve(self, kind, training, seed)
 
     def __repr__(self) -> str:
@@ -50,15 +50,15 @@ class Result(Record):
         return f"<{name} on {manifest['data']}: {clients} clients, {len(manifest['classes'])} classes>"
 
     def frame(self) -> Any:
-        """A pandas data frame: one row per seed, training and client, a column per metric."""
+        """Return a pandas data frame with a row per seed, training and client, and a column per metric."""
         return scores_frame(self)
 
     def figure(self, kind: str = "rounds", training: str | None = None, seed: int | None = None) -> Any:
-        """A matplotlib figure of one training: reliability, decision or rounds."""
+        """Return a matplotlib figure of one training: reliability, decision or rounds."""
         return diagram(self, [kind], training, seed)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table."""
+        """Return the table as HTML for notebooks."""
         head, body = table_cells([self])
         lines = [
             Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, content) for content in row)
@@ -68,16 +68,16 @@ class Result(Record):
         return str(Markup("<table>{}</table>").format(rows))
 
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
-        """A client's own classifier, from the first training it took part in."""
+        """Return a client's own classifier, from the first training in which it trained."""
         return client_classifier(self, client, seed)
 
     def unseen(self, training: str | None = None, seed: int | None = None) -> Personalised:
-        """The classifier of a client that joins later: what is shared, and the first local."""
+        """Return the classifier of an unseen client: the shared and the initial local tensors."""
         return unseen_classifier(self, training, seed)
 
 
 def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any:
-    """Runs side by side as a pandas data frame; a run is a result, its directory, or a page.
+    """Compare runs in a pandas data frame; a run is a result, its directory, or a report page.
 
     `columns` are further ones, as condition_number or worst, and settings, as method.blocks.
     """
@@ -100,7 +100,7 @@ def run(
     track: Sequence[str | Callable[[str, Any], None]] = (),
     **settings: Any,
 ) -> Result:
-    """Runs a method by name or as an object; keyword arguments are settings of run or method.
+    """Run a method by name or as an object; keyword arguments are settings of run or method.
 
     `clients` may be rows in memory: {"a": (x, y), …} of arrays or tensors, with the names of the
     `classes`, their `text` embeddings and its logit `scale`; `ratios` of them are for training,
@@ -166,7 +166,7 @@ def run(
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Result:
-    """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
+    """Resume a run that was stopped or killed; a finished run is only read."""
     return Result(runner.resume(folder, progress).folder)
 
 
@@ -181,7 +181,7 @@ def sweep(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Any:
-    """Runs every point of a grid over settings, {"blocks": [1, 2], "clients.shots": [4, 8]}.
+    """Run every point of a grid over settings, {"blocks": [1, 2], "clients.shots": [4, 8]}.
 
     Returns a pandas data frame with a row per point and a column per swept setting. Points that
     are finished are read; one that fails is warned of and named in `attrs["failed"]`.

@@ -150,7 +150,7 @@ def test_no_coverage_is_promised_without_rows_or_outside_reason() -> None:
     with pytest.raises(DataError, match="needs 19 calibration samples, got 16.*0.94"):
         classifier.predict_set(x)
     assert classifier.predict_set(x, 0.9)[0][0] == classifier.predict(x)[0]
-    with pytest.raises(DataError, match="no rows were set aside"):
+    with pytest.raises(DataError, match="no samples were set aside"):
         replace(classifier, calibration=None).predict_set(x)
     assert "not calibrated" in replace(classifier, calibration=None).warnings()[0]
     assert not classifier.warnings()

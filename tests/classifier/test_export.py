@@ -62,7 +62,7 @@ def test_the_card_says_what_it_is_and_what_not_to_expect(runs, tmp_path):
     card = (tmp_path / "c" / "README.md").read_text()
     for words in (result.manifest["encoder"], "blue, red", "`lr` | 0.05", "site-0", ONNX_FILE):
         assert words in card
-    assert "treat the\nfolder as you treat the rows" in card
+    assert "protect the\nfolder as you protect the samples" in card
 
 
 def test_a_client_whose_own_tensors_are_at_its_site_is_sent_there(runs, tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_folder_without_a_classifier_and_a_damaged_one_are_refused(runs, tmp_p
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
     path = tmp_path / "c" / "classifier.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match="not a whole safetensors file|damaged"):
+    with pytest.raises(DataError, match="not a complete safetensors file|damaged"):
         predict(tmp_path / "c", [tmp_path])
 
 

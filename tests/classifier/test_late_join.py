@@ -92,7 +92,7 @@ def test_rows_that_do_not_fit_the_run_are_refused(tmp_path, federation_and_joine
 def test_the_share_is_between_none_and_all(tmp_path, federation_and_joiner):
     federation, joiner = federation_and_joiner
     run = finished(tmp_path, federation, "tofa")
-    with pytest.raises(FedVLMError, match="train_fraction = 1"):
+    with pytest.raises(FedVLMError, match="train_fraction must be above 0 and below 1, got 1"):
         join(run, joiner, train_fraction=1.0)
 
 
@@ -122,6 +122,6 @@ def test_a_late_client_is_calibrated_and_has_a_card_like_an_exported_one(tmp_pat
     assert done.classifier.predict_set(joiner.x[:4], 0.9)
     save_with_card(done.classifier, ClassifierOrigin(run.manifest, "all", done.n_test_samples, 3), tmp_path / "mine")
     card = (tmp_path / "mine" / "README.md").read_text()
-    assert "26 validation rows" in card and "13 rows that nothing" in card and "0.92" in card
+    assert "26 validation samples" in card and "13 further samples" in card and "0.92" in card
     again = Personalised.from_pretrained(tmp_path / "mine").calibration
     assert again.log_temperature == calibration.log_temperature and torch.equal(again.scores, calibration.scores)

@@ -21,7 +21,7 @@ def test_predict_tells_ranks_sets_and_decisions_in_both_forms(runs, folder, tmp_
     assert head == ["file", "rank", "class", "probability"] and len(lines) == 40
     assert [line[1] for line in lines[:2]] == ["1", "2"]
     assert float(lines[0][3]) + float(lines[1][3]) == pytest.approx(1, abs=2e-4)
-    assert "calibrated by 6 validation rows only" in done.stderr
+    assert "calibrated on only 6 validation samples" in done.stderr
     output = json.loads(call("predict", tmp_path / "c", images, "--coverage", "0.5", "--json").stdout)
     assert {tuple(prediction) for prediction in output["predictions"]} == {
         ("file", "class", "probability", "set", "decision")
@@ -50,6 +50,7 @@ def test_score_measures_labelled_images(runs, folder, tmp_path, call):
     assert output["coverage"] == pytest.approx(np.mean(inside))
     assert output["size"] == pytest.approx(np.mean([len(prediction.prediction_set) for prediction in predictions]))
     assert set(output["recall"]) == {"red", "blue"}
+    assert any("training images" in note for note in output["notes"])  # which it cannot recognise
     text = call("score", tmp_path / "c", folder / "site-1", "--coverage", "0.5").stdout
     assert "coverage (target 50 %)" in text and "mean set size" in text
     (tmp_path / "odd" / "green").mkdir(parents=True)

@@ -40,7 +40,7 @@ def test_a_table_is_answered_row_by_row_as_python_does(saved, tmp_path, call):
     classifier = fedvlm.Personalised.from_pretrained(saved / "classifier")
     assert [line["class"] for line in lines] == classifier.predict(x) == names
     assert [line["file"] for line in lines] == [f"scan-{i}.png" for i in range(10)]
-    assert "new.csv are taken as those of store " in done.stderr
+    assert "new.csv are assumed to be of store " in done.stderr
 
 
 def test_a_row_without_a_direction_is_passed_over_and_named(saved, tmp_path, call):

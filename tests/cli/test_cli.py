@@ -135,15 +135,15 @@ def test_partition_counts_rows_and_draws_them(ok, tmp_path):
 
 def test_embed_fills_the_cache_once_and_cache_commands_see_it(ok, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
-    assert "nothing is cached" in ok("cache", "ls")
+    assert "is empty" in ok("cache", "ls")
     first = ok("embed", "demo")
-    assert ": 0 encoded now" not in first
-    assert ": 0 encoded now" in ok("embed", "demo")
+    assert ": 0 computed now" not in first
+    assert ": 0 computed now" in ok("embed", "demo")
     [entry] = json.loads(ok("cache", "ls", "--json"))
     assert entry["encoder"] == "demo"
     assert "all embeddings are intact" in ok("cache", "verify")
     assert "removed" in ok("cache", "rm", entry["fingerprint"][:8])
-    assert "nothing is cached" in ok("cache", "ls")
+    assert "is empty" in ok("cache", "ls")
 
 
 @pytest.mark.parametrize(

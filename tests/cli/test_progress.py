@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from fedvlm.cli.progress import QUIET_SECONDS, ProgressBars, ProgressLines, clock_time
+from fedvlm.cli.run import progress_line
+from fedvlm.core import make
 
 
 class Clock:
@@ -107,3 +109,10 @@ def test_a_bar_says_the_same_and_takes_names_as_they_are():
 
 def test_hours_are_written_as_on_a_clock():
     assert clock_time(3725.4) == "1:02:05"
+
+
+def test_progress_shows_no_accuracy_that_adaptation_will_change():
+    """`alone` and `auto` fit their classifiers after the last round: before it they are at chance."""
+    line = {"training": "0-all", "round": 0, "validation": 0.044}
+    for name, accuracy in {"alone": None, "auto": None, "fedavg": 0.044}.items():
+        assert progress_line(make(name), line)["validation"] == accuracy

@@ -81,4 +81,4 @@ def test_near_duplicates_are_reported_only_when_asked_for_and_stay(tmp_path):
     assert "near-duplicate" not in plain.output
     assert "test/class0/10.png (test)" in result.output
     assert result.output.startswith(plain.output)
-    assert "1 near-duplicates between parts; none was dropped" in result.output
+    assert "1 near-duplicates across splits; none was dropped" in result.output

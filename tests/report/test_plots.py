@@ -1,5 +1,6 @@
 """Pictures of several runs: what they draw, and what they refuse."""
 
+import shutil
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -12,6 +13,7 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.data.clients import SUPERCLASSES
 from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.report import charts
 from fedvlm.report.charts import PLOT_KINDS, PlotOptions
 from fedvlm.report.columns import column_value
 from fedvlm.report.explain import prompt_map
@@ -199,3 +201,20 @@ def test_the_command_draws_beside_the_runs_and_lists_every_kind(runs):
     text = " ".join(CliRunner().invoke(cli.app, ["plot", "--help"], terminal_width=200).output.split())
     assert all(kind in text for kind in PLOT_KINDS)
     assert CliRunner().invoke(cli.app, ["plot", *places]).exit_code != 0
+
+
+def test_an_experiments_folder_with_baselines_is_drawn_as_a_sweep(runs, rows_like, tmp_path):
+    home = tmp_path / "sw"
+    for run in runs:
+        shutil.copytree(run.folder, home / run.folder.name)
+    fedvlm.run("zero-shot", embedded=rows_like(), out=home / "baselines" / "zero-shot", seeds=[0, 1])
+    output = CliRunner().invoke(cli.app, ["plot", str(home), "--kind", "sweep"], catch_exceptions=False)
+    assert output.exit_code == 0, output.output
+    assert (home / "sweep.png").exists()
+
+
+def test_words_along_an_axis_are_dots_and_not_joined(runs):
+    chart = charts._line_chart("C", "head", {"fedot": [("text", 0.5, 0.1), ("random", 0.4, 0.0)]})
+    assert chart.kind == "dots" and chart.categories == ["random", "text"]
+    (line,) = figure_of([chart]).axes[0].get_lines()[:1]
+    assert line.get_linestyle() == "None" and line.get_marker() == "o"

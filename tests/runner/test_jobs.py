@@ -249,3 +249,9 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
         assert jobs.must_run_alone(auto) is has_gpu
+
+
+def test_a_process_leaves_all_writing_of_lines_to_its_parent():
+    """A record of a job's process overrides what writes lines; a rename of one of them must not be missed."""
+    own = {name for name in vars(jobs._RemoteRecord) if not name.startswith("_")}
+    assert own == {"add_line", "drop_lines_after"} and all(hasattr(Record, name) for name in own)

@@ -125,7 +125,7 @@ def test_a_client_that_joins_later_gets_the_shared_head_and_the_identity(rows, t
 
 def test_predicting_with_other_embeddings_is_refused(rows, tmp_path):
     classifier = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").personalised("photo")
-    with pytest.raises(DataError, match=r"shape \(5, 8\) do not fit; this classifier takes \(rows, 16\)"):
+    with pytest.raises(DataError, match=r"must have the shape \(samples, 16\) and come from .*; got \(5, 8\)"):
         classifier.logits(torch.zeros(5, 8))
     with pytest.raises(DataError, match="NaN or infinite"):
         classifier.logits(torch.full((1, 16), torch.nan))

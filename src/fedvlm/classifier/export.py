@@ -1,4 +1,4 @@
-"""A client's classifier as a folder of its own: tensors, a card, and on request an ONNX head."""
+"""Export a client's classifier: tensors, a model card, and on request an ONNX head."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ MAX_RELATIVE_ERROR = 1e-4  # relative to the largest logit
 
 
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
-    """Writes one client's classifier; `Personalised.from_pretrained` reads it again."""
+    """Write one client's classifier; `Personalised.from_pretrained` loads it."""
     result, place = Record(Path(run)), Path(folder)
     classifier = require_local_tensors(client_classifier(result, client), client)
     head = to_onnx(classifier) if onnx else None  # refused before anything is written
@@ -41,7 +41,7 @@ def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False)
 
 
 def require_local_tensors(classifier: Personalised, client: str) -> Personalised:
-    """Refused if the client's own tensors are not here: after a deployment they are at its site."""
+    """Refuse a classifier without its local tensors: after a deployment they are at the client's site."""
     _, first = classifier.method.init(classifier.frozen)
     if missing := sorted(first.keys() - classifier.local.keys()):
         raise DataError(
@@ -52,7 +52,7 @@ def require_local_tensors(classifier: Personalised, client: str) -> Personalised
 
 
 def _training_scores(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
-    """The training the classifier is from, and the client's scores at its end."""
+    """Return the training of the classifier and the client's final scores."""
     for training, about in result.trainings().items():
         if client in about["train"]:
             return training, about["scores"][client]
@@ -60,7 +60,7 @@ def _training_scores(result: Record, client: str) -> tuple[str, Mapping[str, Any
 
 
 def linear_head(classifier: Personalised) -> tuple[Tensor, Tensor]:
-    """(classes, dim) and (classes,) that give the logits of unit-norm rows; refused if none do."""
+    """Return weight (classes, dim) and bias (classes,) of the head; one that is not linear is refused."""
     method, frozen = classifier.method, classifier.frozen
     if unsupported := method.traits.needs & {"patches", "image tower"}:
         raise SettingsError(
@@ -83,7 +83,7 @@ def linear_head(classifier: Personalised) -> tuple[Tensor, Tensor]:
 
 
 def probe_embeddings(frozen: Frozen) -> Tensor:
-    """Unit-norm rows to compare two heads on."""
+    """Return unit-norm embeddings to compare two heads on."""
     draw = torch.randn(256, frozen.dim, generator=torch.Generator().manual_seed(0))
     unit_samples = torch.nn.functional.normalize(draw, dim=1)
     if frozen.text is None:
@@ -92,7 +92,7 @@ def probe_embeddings(frozen: Frozen) -> Tensor:
 
 
 def to_onnx(classifier: Personalised) -> bytes:
-    """The head, with any map folded in, as ONNX; checked against torch before it is returned."""
+    """Return the head, with any map folded in, as ONNX; it is checked against torch."""
     try:
         import onnx
         import onnxruntime
@@ -154,7 +154,7 @@ ONNX_FILE = "classifier.onnx"
 
 @dataclass(frozen=True)
 class ClassifierOrigin:
-    """Where a classifier comes from, and what was measured of it."""
+    """The run that a classifier comes from, and its test accuracy."""
 
     about: Mapping[str, Any]  # data, rows, channel, versions, commit, dirty: as a manifest has them
     training: str
@@ -170,7 +170,7 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
         "method": f"`{classifier.method.name}`",
         "client": f"`{classifier.client}`",
         "encoder": f"`{classifier.encoder}` (name and fingerprint)",
-        "data": f"`{source['data']}`, rows `{source['rows'][:16]}`",
+        "data": f"`{source['data']}`, fingerprint `{source['rows'][:16]}`",
         "training": f"`{story.training}`, seed {frozen.seed}",
         "channel": f"`{json.dumps(channel)}`" if channel != asdict(Channel()) else "off",
         "fedvlm": f"{source['versions']['fedvlm']}, commit {source['commit'] or 'unknown'}"
@@ -178,13 +178,13 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
     }
     about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     private = (
-        "It holds tensors that were fitted to this client's rows and had not left the client: "
-        "treat the\nfolder as you treat the rows."
+        "It holds tensors that were fitted to this client's samples and never left the client: "
+        "protect the\nfolder as you protect the samples."
         if classifier.local
         else "It holds no tensor of this client's own: all clients of the run have the same."
     )
     head = (
-        f"\n`{ONNX_FILE}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
+        f"\n`{ONNX_FILE}` takes embeddings (samples, {frozen.dim}) of that encoder, of any norm, and "
         "gives `logits` and `probabilities`.\n"
         if onnx
         else ""
@@ -198,8 +198,8 @@ client of a federation. It is of use with that encoder only: another fingerprint
 |---|---|
 {about}
 
-On {story.rows} test rows of this client it was right {story.n_correct} times
-({story.n_correct / max(1, story.rows):.1%}). Nothing is known of rows from elsewhere.
+On {story.rows} test samples of this client it was right {story.n_correct} times
+({story.n_correct / max(1, story.rows):.1%}). Its accuracy on other data is unknown.
 
 {_calibration_text(classifier)}
 
@@ -229,18 +229,18 @@ def _calibration_text(classifier: Personalised) -> str:
     """What its probabilities and sets are worth."""
     calibration = classifier.calibration
     if calibration is None or not calibration.rows:
-        return "Its probabilities are not calibrated: no validation rows were at hand."
-    text = f"Its probabilities are as warm as {calibration.rows} validation rows have shown."
+        return "Its probabilities are not calibrated: there were no validation samples."
+    text = f"Its probabilities are calibrated on {calibration.rows} validation samples."
     count = len(calibration.scores)
     if count < 2:
-        return f"{text} No rows were set\naside, so it promises no coverage."
+        return f"{text} No samples were set\naside, so it promises no coverage."
     return (
-        f"{text} {count} rows that nothing\nelse has read were set aside: `--coverage` may be up "
+        f"{text} {count} further samples were set\naside: `--coverage` may be up "
         f"to {largest_coverage(count):g}, for images like this client's."
     )
 
 
 def save_with_card(classifier: Personalised, story: ClassifierOrigin, folder: Path) -> None:
-    """A classifier and its card."""
+    """Save a classifier and its card."""
     classifier.save_pretrained(folder)
     write_file(folder / "README.md", model_card(classifier, story, folder.name).encode())

@@ -1,4 +1,4 @@
-"""A client that comes after the run: its own classifier, without any other client taking part."""
+"""Give a client that joins after the run its own classifier, without any other client taking part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ VALIDATION_FRACTION = 0.25  # of what a client learns from: validation rows, a t
 
 @dataclass(frozen=True)
 class JoinResult:
-    """The new client's classifier, and how it does on rows that it has not learnt from."""
+    """The new client's classifier, and its accuracy on held-out samples."""
 
     classifier: Personalised
     is_adapted: bool  # False: the method has no adaptation, so it is what every unseen client gets
@@ -46,9 +46,9 @@ def join(
     seed: int | None = None,
     train_fraction: float = 0.8,
 ) -> JoinResult:
-    """Adapts the server's statistics to the rows of one more client; nothing is sent back.
+    """Adapt the shared tensors of a run to the samples of one more client; nothing is sent back.
 
-    The data's own test rows are kept back, or all but `share` of the rows where it marks none.
+    The test split of the data is held out, or all but `train_fraction` of the samples where it has none.
     """
     result = run if isinstance(run, Record) else Record(Path(run))
     common = unseen_classifier(result, training, seed)
@@ -81,7 +81,7 @@ def join(
 def embed_for_run(
     run: Record, data: str, source: Mapping[str, Any], encoder: str, access: Mapping[str, Any], progress: Progress
 ) -> tuple[EmbeddedTable, list[str]]:
-    """A data set as the run's own encoder sees it; `encoder` says where that is, if it moved."""
+    """Embed a data set by the run's own encoder; `encoder` says where that is, if it moved."""
     identity = run.manifest["identity"]
     name = encoder or identity["encoder"]
     if name.startswith("store:"):
@@ -92,10 +92,11 @@ def embed_for_run(
 
 
 def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
-    """The rows with labels that are numbers of the run's classes; the encoder must be the same."""
+    """Return the samples with labels in the run's classes; the encoder must be the same."""
     if rows.encoder != common.encoder:
         raise DataError(
-            f"the rows are of {rows.encoder}, the run is of {common.encoder}; encode the images with the run's encoder"
+            f"the samples were embedded by {rows.encoder}, the run by {common.encoder}; "
+            "encode the images with the run's encoder"
         )
     classes = common.frozen.classes
     for name in rows.classes:
@@ -106,9 +107,9 @@ def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
 
 
 def prepare_joiner(run: Record, rows: EmbeddedTable, id: str, common: Personalised, train_fraction: float) -> Prepared:
-    """The run as it goes on for one more client: rows to learn from, and rows to test on."""
+    """Prepare the run for one more client: its training, validation and test samples."""
     if not 0 < train_fraction < 1:
-        raise SettingsError(f"train_fraction = {train_fraction} is outside (0, 1); it is what the client learns from")
+        raise SettingsError(f"train_fraction must be above 0 and below 1, got {train_fraction}")
     validation_fraction = train_fraction * VALIDATION_FRACTION
     ratios = (train_fraction - validation_fraction, validation_fraction, 1 - train_fraction)
     clients = with_calibration(Clients(partition="own", ratios=ratios))

@@ -1,4 +1,4 @@
-"""One client's classifier: its tensors, and the encoder it goes with."""
+"""Load and apply one client's classifier: its tensors, and the encoder it belongs to."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +29,7 @@ DEFAULT_TEMPLATE = "{}."  # around class names behind a prompt, whatever the tem
 
 @dataclass(frozen=True, repr=False)
 class Personalised:
-    """One client's classifier: frozen, shared and local tensors, and the encoder it goes with."""
+    """One client's classifier: frozen, shared and local tensors, and the encoder it belongs to."""
 
     method: Method
     frozen: Frozen
@@ -48,20 +48,19 @@ class Personalised:
         )
 
     def logits(self, x: Any) -> Tensor:
-        """(rows, classes) for what the encoder this was trained on makes of images.
+        """Return logits (samples, classes) of embeddings by the encoder this was trained on.
 
-        Rows are pooled embeddings, or what the method needs instead: patches or pixels, as an
-        array or a tensor.
+        Embeddings are pooled, or what the method needs instead: patches or pixels; an array, a tensor or a data frame.
         """
         try:
             x = torch.as_tensor(x if isinstance(x, Tensor) else np.asarray(x))  # also of a data frame
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"the embeddings are not numeric ({error}); pass an array of numbers") from error
-        expected_shape: tuple[int | str, ...] = ("rows", self.frozen.dim)
+        expected_shape: tuple[int | str, ...] = ("samples", self.frozen.dim)
         if "image tower" in self.method.traits.needs:
-            expected_shape = ("rows", 3, "height", "width")
+            expected_shape = ("samples", 3, "height", "width")
         elif "patches" in self.method.traits.needs:
-            expected_shape = ("rows", "patches", self.frozen.dim)
+            expected_shape = ("samples", "patches", self.frozen.dim)
         fits = x.ndim == len(expected_shape) and all(
             size == expected_size
             for size, expected_size in zip(x.shape, expected_shape, strict=True)
@@ -69,37 +68,37 @@ class Personalised:
         )
         if not fits:
             raise DataError(
-                f"rows of shape {tuple(x.shape)} do not fit; this classifier takes "
-                f"({', '.join(map(str, expected_shape))}) from {self.encoder}"
+                f"embeddings must have the shape ({', '.join(map(str, expected_shape))}) and come from {self.encoder}; "
+                f"got {tuple(x.shape)}"
             )
         if not x.isfinite().all():
-            raise DataError("the rows hold NaN or infinite numbers; look at their source")
+            raise DataError("the embeddings hold NaN or infinite numbers; check their source")
         x = torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
         sent = self.method.send(self.shared, self.client)
         out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
         return out
 
     def predict(self, x: Any) -> list[str]:
-        """The name of the likeliest class of each row."""
+        """Return the most probable class of each sample."""
         return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
 
     def predict_proba(self, x: Any) -> NDArray[np.float32]:
-        """(rows, classes) probabilities, in the order of the classes, calibrated if they can be."""
+        """Return probabilities (samples, classes), calibrated if validation samples were available."""
         return self.log_probabilities(self.logits(x)).exp().float().numpy()
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """log p of each class, as warm as validation rows have shown."""
+        """Return log-probabilities of each class at the calibrated temperature."""
         calibration = self.calibration
         return logits.double().log_softmax(dim=1) if calibration is None else calibration.log_probabilities(logits)
 
     def predict_set(self, x: Any, coverage: float = 0.95) -> list[tuple[str, ...]]:
-        """The classes of each row that hold the true one as often as promised, likeliest first."""
+        """Return prediction sets with the promised coverage, the most probable class first."""
         return self.prediction_sets(self.log_probabilities(self.logits(x)), coverage)
 
     def prediction_sets(self, log_probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
         if self.calibration is None:
             raise DataError(
-                f"no rows were set aside for {self!r}, so no coverage can be promised; train it "
+                f"no samples were set aside for {self!r}, so no coverage can be promised; train it "
                 "with clients.calibration_ratio = 0.33, or leave the coverage out"
             )
         names = self.frozen.classes
@@ -108,19 +107,19 @@ class Personalised:
         return [tuple(names[i] for i in ranks if held[i]) for ranks, held in zip(order, inside.tolist(), strict=True)]
 
     def warnings(self) -> list[str]:
-        """What a reader of its probabilities must know."""
+        """Return warnings about the calibration of the probabilities."""
         rows = 0 if self.calibration is None else self.calibration.rows
         if not rows:
-            return ["the probabilities are not calibrated: no validation rows were at hand"]
+            return ["the probabilities are not calibrated: there were no validation samples"]
         if rows <= MIN_VALIDATION_SAMPLES:
-            return [f"the probabilities are calibrated by {rows} validation rows only"]
+            return [f"the probabilities are calibrated on only {rows} validation samples"]
         return []
 
     def score(self, x: Any, y: Any) -> float:
-        """The share of rows whose class is right; labels are numbers or names."""
+        """Return the accuracy; labels are numbers or names of classes."""
         labels = check_labels("the labels", np.asarray(y))
         if labels.shape != (len(x),) or not len(x):
-            raise DataError(f"{len(x)} rows and labels of shape {labels.shape}; one label per row")
+            raise DataError(f"{len(x)} samples and labels of shape {labels.shape}; give one label per sample")
         predicted = self.logits(x).argmax(dim=1).numpy()
         return float((predicted == label_ids("the labels", labels, self.frozen.classes)).mean())
 
@@ -148,7 +147,7 @@ class Personalised:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, encoder: str = "") -> "Personalised":
-        """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
+        """Load a saved classifier; `encoder` says where its encoder is now, if the method needs it."""
         path = Path(folder) / "classifier.safetensors"
         if not path.exists():
             suggestion = "" if path.parent.is_dir() else suggest_path(path.parent)
@@ -174,9 +173,9 @@ class Personalised:
 
 
 def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] | None = None) -> Any:
-    """The very encoder something was trained on, by its name and fingerprint.
+    """Open the encoder of a training again and check its fingerprint.
 
-    `where` is what it is called now, if that has changed.
+    `location` is its present name, if that has changed.
     """
     name, _, expected_fingerprint = encoder.rpartition("@")
     if not (name or location):
@@ -200,7 +199,7 @@ def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] |
 
 
 def attach_towers(frozen: Frozen, method: Method, manifest: Mapping[str, Any], location: str = "") -> Frozen:
-    """The towers a method needs, from the very encoder it was trained on."""
+    """Attach the towers a method needs, from the encoder it was trained on."""
     if not method.traits.needs & {"text tower", "image tower"}:
         return frozen
     template = manifest.get("template", DEFAULT_TEMPLATE)
@@ -210,7 +209,7 @@ def attach_towers(frozen: Frozen, method: Method, manifest: Mapping[str, Any], l
 
 
 def client_classifier(record: Record, client: str, seed: int | None = None) -> Personalised:
-    """A client's own classifier, from the first training in which it trained."""
+    """Return a client's own classifier, from the first training in which it trained."""
     if names := record.manifest.get("local"):
         raise SettingsError(
             f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
@@ -228,7 +227,7 @@ def client_classifier(record: Record, client: str, seed: int | None = None) -> P
 
 
 def unseen_classifier(record: Record, training: str | None = None, seed: int | None = None) -> Personalised:
-    """The classifier of a client that joins later: what is shared, and the first local."""
+    """Return the classifier of an unseen client: the shared and the initial local tensors."""
     training = training or record.manifest["trainings"][0]
     shared, _ = record.outcome(training, seed)
     bare = _classifier(record, shared, {}, "", seed)

@@ -1,4 +1,4 @@
-"""Images to classes with a saved classifier and the encoder it was trained on."""
+"""Predict the classes of images with a saved classifier, and score it on labelled ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Prediction:
 
     @property
     def decision(self) -> str:
-        """The class, if the set leaves no other; nothing where the classifier abstains."""
+        """The class, if the prediction set has no other; empty where the classifier abstains."""
         return self.prediction_set[0] if self.prediction_set is not None and len(self.prediction_set) == 1 else ""
 
 
@@ -55,10 +55,10 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
 ) -> Predictions:
-    """The likeliest class of every image in files, folders and archives, and row of a table.
+    """Predict every image in files, folders and archives, and every row of tables of embeddings.
 
-    `encoder` says where the encoder is now, if not where it was; another one is refused. With
-    `coverage` each image also gets the classes that hold the true one as often as that.
+    `encoder` says where the encoder is now, if it moved; another one is refused. With `coverage` each image also gets
+    a prediction set.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
     tables = [
@@ -72,7 +72,7 @@ def predict(
     predictions = predict_sources(classifier, sources, encoder, access, progress, coverage)
     for file in tables:
         names, x = read_unlabelled(file)
-        predictions.notes.append(f"the rows of {file} are taken as those of {classifier.encoder}")
+        predictions.notes.append(f"the embeddings of {file} are assumed to be of {classifier.encoder}")
         fault = f"its row of {file} is NaN, infinite or zero"
         predictions.rows.extend(_predict_embeddings(classifier, names, x.numpy(), fault, predictions.skipped, coverage))
     return predictions
@@ -102,7 +102,7 @@ def predict_sources(
 
 
 def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
-    """Where the images of a path are, and what their names are below."""
+    """Open the images of a path; return them and the prefix of their names."""
     if path.is_dir():
         names = list_folder(path)[0]
         if not names:
@@ -121,7 +121,7 @@ def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
 def _read_images(
     sources: Sequence[tuple[Source, str]], box: Encoder, skipped: list[tuple[str, str]]
 ) -> Iterator[tuple[str, Any]]:
-    """Name and image as the encoder takes it; what cannot be read is noted and passed over."""
+    """Yield name and preprocessed image; images that cannot be read are skipped with the reason."""
     for source, prefix in sources:
         for row in range(len(source)):
             name = prefix + source.name(row)
@@ -162,7 +162,7 @@ def _predict_embeddings(
     skipped: list[tuple[str, str]],
     coverage: float | None,
 ) -> list[Prediction]:
-    """A prediction for each row that has a direction; the others are passed over for the fault."""
+    """Predict every valid embedding; NaN, infinite or zero ones are skipped with the reason."""
     valid_rows = []
     for row, name in enumerate(names):
         if np.isfinite(values[row]).all() and values[row].any():
@@ -206,7 +206,7 @@ def score(
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
 ) -> Score:
-    """Of images in folders named after their class, or any data set by name."""
+    """Score a classifier on images in folders named after their class, or on a data set by name."""
     classifier = Personalised.from_pretrained(folder, encoder)
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})

@@ -1,4 +1,4 @@
-"""Commands about images, encoders and the cache."""
+"""Partition, embed and describe data; serve an encoder; manage the cache."""
 
 import json
 import sys
@@ -36,8 +36,8 @@ def embed(
         typer.echo(message, err=True)
     rows, seconds = done.embedded, monotonic() - started
     typer.echo(
-        f"{len(rows.labels)} rows of {rows.x.shape[1]} by {rows.encoder}: "
-        f"{done.encoded} encoded now, the others were cached ({seconds:.1f} s)"
+        f"{len(rows.labels)} embeddings of size {rows.x.shape[1]} from {rows.encoder}: "
+        f"{done.encoded} computed now, the others were in the cache ({seconds:.1f} s)"
     )
 
 
@@ -98,9 +98,9 @@ def partition(
         for pair in pairs:
             typer.echo(
                 f"near-duplicate: {pair.name} ({pair.split}) and {pair.duplicate_of} ({pair.duplicate_split}), "
-                f"{pair.difference:.2f} of 255 apart"
+                f"RMS difference {pair.difference:.2f} of 255"
             )
-        typer.echo(f"{len(pairs) or 'no'} near-duplicates between parts; none was dropped")
+        typer.echo(f"{len(pairs) or 'no'} near-duplicates across splits; none was dropped")
     if out:
         draw_partition(counts, ids, rows.classes, out)
         typer.echo(f"image: {out}")
@@ -149,7 +149,7 @@ def cache_ls(
         rows = [[str(value) for value in entry.values()] for entry in entries]
         typer.echo(render_table(list(entries[0]), rows, "text"), nl=False)
     else:
-        typer.echo(f"nothing is cached in {cache_directory()}")
+        typer.echo(f"the cache in {cache_directory()} is empty")
 
 
 @cache_app.command("rm", epilog=examples("fedvlm cache rm 66ec"))
@@ -160,7 +160,7 @@ def cache_rm(
     from fedvlm.encoders.cache import cache_directory, remove_entry
 
     entry = remove_entry(cache_directory(), fingerprint)
-    typer.echo(f"removed {entry.rows} rows of {entry.encoder} ({entry.bytes / 1e6:.1f} MB)")
+    typer.echo(f"removed {entry.rows} embeddings of {entry.encoder} ({entry.bytes / 1e6:.1f} MB)")
 
 
 @cache_app.command("verify", epilog=examples("fedvlm cache verify --drop"))
@@ -178,7 +178,7 @@ def cache_verify(
     for name, damage in bad:
         typer.echo(f"{name[:16]} {damage.table} row {damage.row}: {damage.reason}")
     status = "dropped" if drop else "still there; --drop removes them"
-    typer.echo(f"{len(bad)} damaged rows, {status}" if bad else "all embeddings are intact")
+    typer.echo(f"{len(bad)} damaged embeddings, {status}" if bad else "all embeddings are intact")
     if bad and not drop:
         sys.exit(1)
 
@@ -215,8 +215,8 @@ def describe(
     save(out, (json.dumps(sentences, indent=1, ensure_ascii=False) + "\n").encode())
     silent = [name for name, class_sentences in sentences.items() if not class_sentences]
     typer.echo(
-        f"{sum(map(len, sentences.values()))} sentences about {len(sentences)} classes are in {out}; "
-        f"use them: --set descriptions={out}"
+        f"{sum(map(len, sentences.values()))} sentences about {len(sentences)} classes written to {out}; "
+        f"use them with --set descriptions={out}"
     )
     if silent:
-        typer.echo(f"nothing was said of {', '.join(silent)}: the template stays alone", err=True)
+        typer.echo(f"no sentence for {', '.join(silent)}; only the template is used there", err=True)

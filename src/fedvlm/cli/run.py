@@ -13,6 +13,7 @@ from fedvlm.cli.options import Encoder, Force, Quiet, Set, Smoke, Source, TableF
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
+    from fedvlm.core import Method
     from fedvlm.record import Record
     from fedvlm.report.experiment import FinishedExperiment
     from fedvlm.runner.settings import Settings
@@ -176,7 +177,7 @@ def _show(home: Path, output: "FinishedExperiment", form: str, page: Path | None
         echo("\n".join(output.sentences))
     echo("records: " + ", ".join(str(record.folder) for record in records))
     echo(_next_steps(home, records))
-    echo(f"table: {home / 'table.md'}, {home / 'table.json'}; asked: {home / home.name}.toml")
+    echo(f"table: {home / 'table.md'}, {home / 'table.json'}; settings: {home / home.name}.toml")
     if page is not None:
         echo(f"report: {page}")
 
@@ -234,12 +235,12 @@ def _execute(
         folders = [out]
     else:
         folders = [out / f"{number}-{run_settings.method.name}" for number, run_settings in enumerate(settings)]
-    names = {folder.name: run_settings.method.name for run_settings, folder in zip(settings, folders, strict=True)}
+    method_of = {folder.name: run_settings.method for run_settings, folder in zip(settings, folders, strict=True)}
     trackers = Trackers(command.track)
     with progress() as report, closing(trackers):
 
         def on_line(run: str, line: Mapping[str, Any]) -> None:
-            report.update_status(names[run], line)
+            report.update_status(method_of[run].name, progress_line(method_of[run], line))
             trackers(run, line)
 
         options: dict[str, Any] = {"again": command.again, "progress": report, "cluster": command.on}
@@ -255,6 +256,13 @@ def _execute(
     for message in trackers.notes:
         _log(message)
     return results, failed, baselines
+
+
+def progress_line(method: "Method", line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a line of the record without accuracies that differ from those reported after adaptation."""
+    from fedvlm.parts.bodies import adapts
+
+    return {**line, "validation": None} if adapts(method) else line
 
 
 def _log(message: str) -> None:

@@ -17,7 +17,7 @@ from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError
 
 THUMBNAIL_SIDE = 16
-# Root mean square difference of two thumbnails, of 255, by tools/near.py on training images of the
+# Root mean square difference of two thumbnails, of 255, measured on training images of the
 # demo: half of what the nearest two different ones (22.5) are apart. JPEG gives up to 14.
 MAX_DUPLICATE_RMS = 11.0
 IMAGES_PER_BLOCK = 2048  # rows compared at once

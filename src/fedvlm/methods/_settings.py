@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from fedvlm.core import Traits
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, PrivacyTraits, Traits, UploadSum
 from fedvlm.core.schema import check_ranges
 
 HeadInit = Literal["text", "random"]
@@ -71,6 +71,24 @@ class PromptSettings(ContextSettings, SgdSettings):
     momentum: float = 0.9
     local_epochs: int = 5  # E
     rounds: int = 10  # T
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsSettings(CheckedSettings):
+    """The limit of methods that upload class statistics."""
+
+    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
+
+
+def statistics_traits(upload_sum: UploadSum | None = None) -> Any:
+    """Return the property `traits` of a method that uploads class statistics of embeddings."""
+    return property(
+        lambda self: Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum=upload_sum),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
+    )
 
 
 def head_needs(head: str) -> frozenset[str]:

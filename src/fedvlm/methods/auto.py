@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes, head_mixing
 from fedvlm.maths.logistic_regression import Evaluations, Head, path_points
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import SERVER, load_state, save_state
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 KNOWN = "known "  # prefix of the server's tensors about points that clients have evaluated
 
@@ -40,17 +40,8 @@ class ServerState(NamedTuple):
 
 @register
 @dataclass(frozen=True)
-class Auto(CheckedSettings):
-    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded by name
+class Auto(StatisticsSettings):
     rounds: int = ranged_field(4, Range(2))  # the first is for statistics, the last for mixes
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(
-            needs=frozenset({"image"}),
-            privacy=PrivacyTraits(upload_sum="total"),
-            classes=ClassTraits(min_class_samples=self.min_class_samples),
-        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         anchor, size = _logistic.zero_shot_head(frozen), frozen.dim + 1
@@ -132,7 +123,7 @@ class Auto(CheckedSettings):
         names = ("weight of shared head", "weight of local head", "weight of class frequencies")
         return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
-    name = "auto"
+    name, traits = "auto", statistics_traits("total")
 
 
 def gaussian_part(state: ServerState) -> Tensors:

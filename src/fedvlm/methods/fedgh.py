@@ -13,17 +13,16 @@ from torch.func import grad
 from torch.nn.functional import one_hot
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, Batch, ClassTraits, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, ClassTraits, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import EPOCHS, ranged_field
 from fedvlm.methods._heads import initial_head
-from fedvlm.methods._settings import HeadSettings, head_needs
+from fedvlm.methods._settings import HeadSettings, StatisticsSettings, head_needs
 
 
 @register
 @dataclass(frozen=True)
-class FedGH(HeadSettings):
+class FedGH(HeadSettings, StatisticsSettings):
     server_lr: float = 1e-2  # of the server's SGD
-    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
     server_epochs: int = ranged_field(1, EPOCHS)  # over all prototypes, at the server in a round
     lr: float = 1e-3  # of a client's SGD, after the last round
     weight_decay: float = 0.0

@@ -11,27 +11,22 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import COUNT, POSITIVE, Range, ranged_field
 from fedvlm.maths import gaussian_classes, logistic_regression
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 MIN_VARIANCE = 1e-6  # added to every variance, as scikit-learn's mixtures do
 
 
 @register
 @dataclass(frozen=True)
-class FedPFT(CheckedSettings):
+class FedPFT(StatisticsSettings):
     mixtures: int = ranged_field(1, COUNT)  # K: components per class; 1 in Flower's baseline
     covariance: Literal["spherical", "diagonal"] = "spherical"  # of a component
     iterations: int = ranged_field(30, COUNT)  # of expectation maximisation
     ridge: float = ranged_field(1e-4, POSITIVE)  # of the server's logistic regression
-    min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client to be uploaded
     rounds: int = ranged_field(1, Range(1, 1))
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), classes=ClassTraits(min_class_samples=self.min_class_samples))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
@@ -108,5 +103,5 @@ class FedPFT(CheckedSettings):
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return torch.einsum("ck,ckd->cd", upload["weights"], upload["means"])
 
-    name = "fedpft"
+    name, traits = "fedpft", statistics_traits()
     send, adapt = parts.send_all, parts.no_adaptation

@@ -12,29 +12,20 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 JITTER = 1e-6  # added to every variance, as in the authors' code
 
 
 @register
 @dataclass(frozen=True)
-class GHOFL(CheckedSettings):
+class GHOFL(StatisticsSettings):
     classifier: Literal["nb", "lda", "qda"] = "lda"  # diagonal, one common or one covariance per class
     shrinkage: float = ranged_field(0.05, Range(0, 1))  # of covariances towards their mean variance ("lda", "qda")
-    min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client for its sums to be uploaded
     rounds: int = ranged_field(1, Range(1, 1))
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(
-            needs=frozenset({"image"}),
-            privacy=PrivacyTraits(upload_sum="total"),
-            classes=ClassTraits(min_class_samples=self.min_class_samples),
-        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
@@ -104,5 +95,5 @@ class GHOFL(CheckedSettings):
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None]
 
-    name = "gh-ofl"
+    name, traits = "gh-ofl", statistics_traits("total")
     send, adapt = parts.send_all, parts.no_adaptation

@@ -13,12 +13,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import Head, summed_cross_entropy
 from fedvlm.maths.ridge_regression import Path, Statistics, class_log_prior, solve_path
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 RIDGES = tuple(10 ** (k / 2) for k in range(-10, 1))  # 1e-5 to 1; an embedding has norm 1
 SCALES = tuple(2.0**k for k in range(1, 8))  # logits per unit of the regression's output
@@ -28,19 +28,10 @@ PRIOR_STRENGTHS = tuple(10 ** (k / 2) for k in range(-2, 9))  # samples that the
 
 @register
 @dataclass(frozen=True)
-class Ridge(CheckedSettings):
+class Ridge(StatisticsSettings):
     ridge: float | None = ranged_field(None, Range(0, above=True))  # λ; None: chosen on validation samples
     class_prior: bool = True  # False: a client does not use its own class frequencies
-    min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client for its sums to be uploaded
     rounds: int = ranged_field(2, Range(2, 2))
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(
-            needs=frozenset({"image"}),
-            privacy=PrivacyTraits(upload_sum="total"),
-            classes=ClassTraits(min_class_samples=self.min_class_samples),
-        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
@@ -110,7 +101,7 @@ class Ridge(CheckedSettings):
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None] if "sums" in upload else None
 
-    name = "ridge"
+    name, traits = "ridge", statistics_traits("total")
 
 
 def path_of(tensors: Tensors) -> Path:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, UNIT, ranged_field
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.maths.gaussian_classes import fixed_point_step, from_fixed_point, to_fixed_point
 from fedvlm.maths.privacy import spent
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings
 from fedvlm.methods._stacking import update_sequentially
 from fedvlm.tensors import remember_latest
 
@@ -32,7 +32,7 @@ MIN_MARGIN = 1e-3  # ε: smaller margins count as this, because the score takes 
 
 @register
 @dataclass(frozen=True)
-class TOFA(CheckedSettings):
+class TOFA(StatisticsSettings):
     visual: bool = True  # the three parts of the paper's ablation
     text: bool = True  # False: the visual classifier alone
     fusion: bool = True  # False: both modalities weigh the same, uncalibrated
@@ -44,7 +44,6 @@ class TOFA(CheckedSettings):
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     # largest number of samples of a client; sets the fixed point of uploads
     max_samples: int = ranged_field(4096, COUNT)
-    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
     min_class_clients: int = 1  # nor are classes of fewer clients; above 1, a first round counts them
     noise_multiplier: float = 0.0  # noise in uploads, as a multiple of what one sample can change
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is reported

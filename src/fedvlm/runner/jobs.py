@@ -1,10 +1,9 @@
-"""Trainings side by side, each in a process of one thread, the longest first.
+"""Run trainings as parallel jobs, each in a process with one thread, the longest first.
 
-A process is forked, so it has the rows, the method and what torch has loaded without a copy and
-within milliseconds; it ends with its training. Its tensors go to disk from there. The lines of
-its record go over a pipe to the process that began the run, which alone writes them: whole, and
-before the checkpoint that counts on them. A training computes with one thread wherever it runs,
-so the bits are the same for any number of processes.
+A process is forked, so it has samples, method and torch without a copy and within milliseconds; it ends with its
+training and writes its tensors itself. The lines of its record go through a pipe to the parent process, which alone
+writes them, before the checkpoint that depends on them. A training always computes with one thread, so the bits are
+the same for any number of processes.
 """
 
 import ctypes
@@ -34,14 +33,14 @@ from fedvlm.record import Record
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings
 
-INLINE_SECONDS = 4.0  # seconds of work that stay in one process, by forecast and by the clock
+INLINE_SECONDS = 4.0  # work up to this stays in one process, by forecast and by the clock
 CAN_FORK = sys.platform == "linux"
-PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of Linux: a signal when the parent is gone
+PR_SET_PDEATHSIG = 1  # of Linux: send a signal to this process when its parent ends
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A training by the settings and rows of its run; whoever has them prepares it alike."""
+    """Identify a training, so that another machine can prepare the same one."""
 
     settings: Settings
     rows: EmbeddedTable
@@ -51,21 +50,21 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Job:
-    """One training that is to be done, and whom to tell of it."""
+    """One piece of work, such as a training, with its callbacks."""
 
     name: str
     record: Record
     cost: float  # seconds on one core, roughly
-    workers: int  # processes that are asked for; 0: as many as cores, if it is worth it
-    is_exclusive: bool  # not beside another: it is done already, or fills the memory by itself
-    work: Callable[[Record, int, Callable[[int], None]], Any]  # record, processes, rounds done
+    workers: int  # processes requested; 0: one per core, if it is worth it
+    is_exclusive: bool  # do not run in parallel: it is finished, or needs the whole memory
+    work: Callable[[Record, int, Callable[[int], None]], Any]  # gets record, processes and a callback for rounds
     report_rounds: Callable[[int], None]  # rounds done
-    on_done: Callable[[Any], None]  # what came of it, or the error that did
-    spec: JobSpec | None = None  # the same in words, for a machine that is not this one
+    on_done: Callable[[Any], None]  # gets the result or the error
+    spec: JobSpec | None = None  # for a cluster
 
 
 class ProgressTotal:
-    """Rounds that are done, over all runs of a method: they may be side by side."""
+    """Sum up the finished rounds of all runs of a method, which may run in parallel."""
 
     def __init__(self, report: Progress) -> None:
         self.report = report
@@ -86,14 +85,16 @@ class ProgressTotal:
 
 
 def must_run_alone(settings: Settings) -> bool:
-    """Whether a training is not beside another: a tower fills the memory, Flower has threads, a
-    GPU cannot be used in a forked process, and only Linux forks one safely."""
+    """Return whether a training cannot run in a forked process.
+
+    An image tower fills the memory, Flower has threads, a GPU does not survive a fork, and only Linux forks safely.
+    """
     tower = "image tower" in settings.method.traits.needs
     return tower or settings.engine == "flower" or not is_cpu(settings.device) or not CAN_FORK
 
 
 def run_jobs(jobs: Sequence[Job]) -> None:
-    """All of them; one that fails is told as such, and the others go on."""
+    """Run all jobs; a failed one reports its error, and the others go on."""
     several = len(jobs) > 1
     parallel_jobs = sorted((job for job in jobs if not job.is_exclusive), key=lambda job: -job.cost)
     n_requested = max((job.workers for job in parallel_jobs), default=1)
@@ -127,7 +128,7 @@ def with_job_name(job: Job, error: FedVLMError) -> FedVLMError:
 
 def _run_parallel(jobs: Sequence[Job], processes: int, several: bool) -> None:
     waiting = list(jobs)
-    # clients of one training only share what the trainings leave over
+    # clients of one training share the processes that trainings leave free
     workers_per_job = max(1, processes // len(jobs))
     busy: dict[Connection[Any, Any], tuple[Job, BaseProcess]] = {}
     try:
@@ -169,7 +170,7 @@ def _start(
 
 
 def _handle_message(connection: "Connection[Any, Any]", job: Job) -> tuple[Any] | None:
-    """Takes in what a process says; its outcome, once that is what it says."""
+    """Handle one message of a job's process; return its outcome once it is sent."""
     try:
         kind, *payload = connection.recv()
     except (EOFError, OSError):
@@ -177,21 +178,21 @@ def _handle_message(connection: "Connection[Any, Any]", job: Job) -> tuple[Any] 
         return (FederationError(f"{lost}resume the run, with workers = 1 if memory is short"),)
     if kind == "done":
         return (payload[0],)
-    if kind == "tell":
+    if kind == "rounds":
         job.report_rounds(*payload)
         return None
     answer = None
     try:
         getattr(job.record, kind)(*payload)
-    except FedVLMError as error:  # a full disk is the training's misfortune
+    except FedVLMError as error:  # as a full disk, which fails the training
         answer = error
-    with suppress(OSError):  # it may have been killed meanwhile, which is heard next
+    with suppress(OSError):  # the process may have been killed meanwhile, which the next message shows
         connection.send(answer)
     return None
 
 
 class _RemoteRecord(Record):
-    """A record as such a process has it: others write its lines, and it waits until they have."""
+    """A record in a job's process: the parent writes its lines, and the job waits until they are written."""
 
     def __init__(self, folder: Path, connection: "Connection[Any, Any]") -> None:
         super().__init__(folder)
@@ -200,8 +201,8 @@ class _RemoteRecord(Record):
     def add_line(self, line: Mapping[str, Any]) -> None:
         self._request("add_line", line)
 
-    def keep_lines(self, training: str, rounds: int) -> None:
-        self._request("keep_lines", training, rounds)
+    def drop_lines_after(self, training: str, rounds: int) -> None:
+        self._request("drop_lines_after", training, rounds)
 
     def _request(self, *request: Any) -> None:
         self.connection.send(request)
@@ -215,23 +216,23 @@ def _serve(
     job: Job,
     workers: int,
 ) -> None:
-    """The life of a process: one training, and what came of it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who began the run is interrupted, and ends it
+    """Run a job in a forked process and send its outcome."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if (parent := parent_process()) is None or os.getppid() != parent.pid:
-        return  # it was gone before
+        return  # the parent ended before
     for other_connection in other_connections:  # inherited ends would keep a pipe open after its owner is gone
         other_connection.close()
     torch.set_num_threads(1)
     outcome: Any
     try:
         record = _RemoteRecord(job.record.folder, connection)
-        outcome = job.work(record, workers, lambda rounds: connection.send(("tell", rounds)))
+        outcome = job.work(record, workers, lambda rounds: connection.send(("rounds", rounds)))
     except FedVLMError as error:
         outcome = error
     except Exception:
         outcome = FederationError(traceback.format_exc())
-    with suppress(OSError):  # nobody may be there to be told
+    with suppress(OSError):  # the parent may have ended
         connection.send(("done", outcome))
-    os._exit(0)  # no exit of Python's: a thread of the parent may have held the lock of a stream
+    os._exit(0)  # not sys.exit: a thread of the parent may have held the lock of a stream

@@ -1,1 +1,1 @@
-"""How things lie on disk: whole files, and tensors that show damage."""
+"""Files on disk: atomic, checksummed, and larger than memory."""

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all: written beside their place, synced, and renamed."""
+"""Write files atomically, lock them, and check JSON and tensors by checksums."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pathlib import Path
 from time import sleep
 from typing import IO, TYPE_CHECKING, Any
 
+import tomli_w
 from safetensors import SafetensorError, safe_open
 
 from fedvlm.errors import DataError, suggest_path
 
 if TYPE_CHECKING:  # what is JSON is read without torch
     from fedvlm.tensors import Tensors
-from json import dumps
 
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turns what a disk can refuse into an error that says what to do."""
+    """Turn errors of the operating system into errors with a remedy."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A place beside a file to write it to; it takes the file's place when all went well.
+    """Yield a temporary path beside a file; it replaces the file if nothing failed.
 
     A reader finds the old file or the new one, also after a kill or a power cut.
     """
@@ -61,12 +61,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def _folder_mode(folder_path: Path) -> int:
-    """What others may do in a folder, they may at most do with what is in it."""
+    """Return the permissions of a folder, which its files may not exceed."""
     return stat.S_IMODE(folder_path.stat().st_mode) & 0o777
 
 
 def make_folder(path: Path) -> None:
-    """A folder, and those above it, each as private as the one it is in."""
+    """Create a folder and its parents, each with the permissions of the one it is in."""
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):  # another process was as quick
@@ -74,7 +74,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """A folder that only its owner can enter; one that is there stays as its owner made it."""
+    """Create a folder that only its owner can enter; an existing one is left as it is."""
     with explain_os_errors(path), suppress(FileExistsError):
         make_folder(path.parent)
         path.mkdir(mode=0o700)
@@ -82,7 +82,7 @@ def make_private_folder(path: Path) -> None:
 
 @contextmanager
 def open_for_append(path: Path) -> Iterator[IO[bytes]]:
-    """A file that grows, to be read as well; as private as its folder."""
+    """Open a file for appending and reading, with the permissions of its folder."""
     with explain_os_errors(path):
         make_folder(path.parent)
         mode = _folder_mode(path.parent) & 0o666
@@ -102,9 +102,9 @@ SPECIAL_FILE_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_
 
 
 def read_regular(path: Path, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
-    """A file of at most so many bytes; what could wait for ever or act is told and not opened."""
+    """Read a regular file of limited size; FIFOs, sockets and devices are refused without opening them."""
     _require_regular(path, os.stat(path).st_mode)
-    # another may have taken its place since: opening waits for nobody, and it is looked at again
+    # another file may have replaced it since: open without blocking and check again
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         _require_regular(path, status.st_mode)
@@ -115,7 +115,7 @@ def read_regular(path: Path, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
 
 
 class NotRegularFileError(DataError):
-    """A FIFO, a socket, a device: nothing that was ever an image."""
+    """The path is a FIFO, a socket, a device or a folder."""
 
 
 def _require_regular(path: Path, mode: int) -> None:
@@ -129,7 +129,7 @@ LOCK_ATTEMPTS, LOCK_RETRY_SECONDS = 4, 0.02  # at a lock, and seconds between: `
 
 @contextmanager
 def exclusive_lock(lock: Path, busy_message: str) -> Iterator[None]:
-    """One process at a time; `busy` is what another is told. The lock goes with the process."""
+    """Hold a lock for this process; another one is refused with `busy_message`. The lock ends with the process."""
     with open_for_append(lock) as file:
         for attempts_left in reversed(range(LOCK_ATTEMPTS)):
             try:
@@ -158,13 +158,13 @@ def is_locked(lock: Path) -> bool:
 
 
 def slug(name: str) -> str:
-    """A file name for a training: readable, and different for different names."""
+    """Return a readable file name for a training, different for different names."""
     plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40]
     return plain if plain == name else f"{plain}-{sha256(name.encode()).hexdigest()[:8]}"
 
 
 def data_name(data: str, encoder: str) -> str:
-    """What the rows of a run are called in the name of a folder."""
+    """Return the name of a run's data in the name of its folder."""
     kind, _, location = encoder.partition(":")
     return slug(Path(location).stem if kind == "store" else Path(data).name)
 
@@ -174,11 +174,11 @@ INDEX_FILE = "index.json"  # of a folder, with the digest of every other file
 
 
 class DamagedError(Exception):
-    """Bytes that are not, or no longer, what was sealed."""
+    """The bytes do not match their checksum."""
 
 
 def checksum(tensors: Tensors, metadata: str = "") -> str:
-    """Of names, types, shapes, every byte, and what is said about them, whatever the order."""
+    """Return the checksum of names, types, shapes, bytes and metadata, whatever the order."""
     import torch
 
     digest = sha256(metadata.encode())
@@ -202,13 +202,13 @@ def encode_tensors(tensors: Tensors, metadata: Mapping[str, Any]) -> bytes:
         contiguous[key] = tensor if is_unshared else tensor.clone()
         storages.add(address)
     text = json.dumps(metadata)
-    # One note, because safetensors writes several in any order: the same content, the same bytes.
+    # One entry, because safetensors writes several in any order: the same content gives the same bytes.
     header = json.dumps({"about": text, "checksum": checksum(contiguous, text)})
     return save(contiguous, metadata={"fedvlm": header})
 
 
 def decode_tensors(data: bytes) -> tuple[Tensors, Any]:
-    """The tensors and what was said about them; a flipped bit or a missing end is `Damaged`.
+    """Return tensors and metadata; a flipped bit or a missing end raises `DamagedError`.
 
     A checksum finds accidents, not forgers: who may send at all is the transport's to say.
     """
@@ -219,20 +219,20 @@ def decode_tensors(data: bytes) -> tuple[Tensors, Any]:
         header = json.loads(data[8 : 8 + length])["__metadata__"]["fedvlm"]
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"no whole safetensors message: {error}") from error
+        raise DamagedError(f"not a complete safetensors message: {error}") from error
     return tensors, verify_header(header, tensors)
 
 
 def verify_header(header: str, tensors: Tensors) -> Any:
-    """What the note says, once it and the tensors have passed its checksum."""
+    """Return the metadata of a header after its checksum and that of the tensors have been checked."""
     try:
         fields = json.loads(header)
         metadata, expected = str(fields["about"]), fields["checksum"]
         if expected != checksum(tensors, metadata):
-            raise DamagedError("its checksum does not fit")
+            raise DamagedError("its checksum does not match")
         return json.loads(metadata)
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"no readable note: {error}") from error
+        raise DamagedError(f"unreadable header: {error}") from error
 
 
 MAX_LINE_DEPTH = 2  # so deep has a JSON file lines; what is deeper is in one
@@ -242,12 +242,12 @@ CHECKSUM_TAIL = re.compile(rb'"[^"]*": "[0-9a-f]{64}"\s*\}\s*$')
 
 
 def encode_json(value: Any, indent: int | None = 1) -> bytes:
-    """As JSON, an object with a checksum over the text that it has without one."""
+    """Encode JSON; an object gets a checksum of its text without the checksum."""
     return b"".join(_json_chunks(value, indent))
 
 
 def _json_chunks(value: Any, indent: int | None) -> Iterator[bytes]:
-    """The same in pieces: of many clients the whole is a multiple of what it tells."""
+    """Yield the encoded JSON in pieces, because that of many clients is large."""
     encoder = json.JSONEncoder(ensure_ascii=False)
     if not isinstance(value, Mapping):
         yield encoder.encode(value).encode() + b"\n"
@@ -284,7 +284,7 @@ def _indented_chunks(value: Any, indent: int, level: int = 1) -> Iterator[str]:
 
 
 def decode_json(data: bytes, indent: int | None = 1) -> Any:
-    """What was sealed; objects written before there were seals are taken as they are."""
+    """Decode JSON and check its checksum; an object without one is accepted."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -297,12 +297,12 @@ def decode_json(data: bytes, indent: int | None = 1) -> Any:
         if recorded_checksum is None
         else not _matches_checksum(data, str(recorded_checksum), not value, indent)
     ):
-        raise DamagedError("its checksum does not fit")
+        raise DamagedError("its checksum does not match")
     return value
 
 
 def _matches_checksum(data: bytes, seal: str, is_empty: bool, indent: int | None) -> bool:
-    """Whether the text is what the seal at its end was taken of."""
+    """Whether the text matches the checksum at its end."""
     if is_empty:
         return data == encode_json({}, indent)
     line, end = (b", ", b"}") if indent is None else (b",\n" + b" " * indent, b"\n}")
@@ -334,13 +334,13 @@ def file_sha256(path: Path) -> str:
 
 
 def write_index(folder: Path, only: Collection[str] = ()) -> None:
-    """The digests of all files of a folder, or of what is named, for `fedvlm verify`."""
+    """Write the digests of all files of a folder, or of those named, for `fedvlm verify`."""
     names = [name for name in _list_files(folder) if not only or name.split("/")[0] in only]
     write_json(folder / INDEX_FILE, {"files": {name: file_sha256(folder / name) for name in names}})
 
 
 def check_index(folder: Path) -> dict[str, str]:
-    """What is wrong with the files of a folder, by name; later files are not looked at."""
+    """Return the problems of a folder's files by name; files that the index does not list are ignored."""
     index = read_json(folder / INDEX_FILE)["files"]
     existing = set(_list_files(folder))
     return {
@@ -360,7 +360,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> 
 
 
 def read_tensors(path: Path) -> tuple[Tensors, Any]:
-    """The tensors and what was said about them; a single flipped bit is refused."""
+    """Read tensors and metadata; a single flipped bit is refused."""
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {})["fedvlm"]
@@ -368,36 +368,26 @@ def read_tensors(path: Path) -> tuple[Tensors, Any]:
     except FileNotFoundError as error:
         raise DataError(f"there is no {path}") from error
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
+        raise DataError(f"{path} is not a complete safetensors file ({error}); delete it") from error
     try:
         return tensors, verify_header(header, tensors)
     except DamagedError as error:
         raise DataError(f"{path} is damaged: {error}; delete it and resume") from error
 
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Write TOML by tomli-w; what is None is left out, because TOML has no null."""
 
-
-def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:
-    """A table with the tables and lists of tables in it; strings as JSON, which TOML reads alike.
-
-    What is None is left out: TOML has no word for it.
-    """
-    head, rest = "", ""
-    for key, value in values.items():
-        name = key if BARE_KEY.fullmatch(key) else dumps(key, ensure_ascii=False)
-        path = f"{prefix}.{name}" if prefix else name
+    def without_none(value: Any) -> Any:
         if isinstance(value, Mapping):
-            rest += f"\n[{path}]\n{to_toml(value, path)}"
-        elif isinstance(value, list) and value and all(isinstance(table, Mapping) for table in value):
-            rest += "".join(f"\n[[{path}]]\n{to_toml(table, path)}" for table in value)
-        elif value is not None:
-            head += f"{name} = {dumps(value, ensure_ascii=False)}\n"
-    return head + rest
+            return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+        return [without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    return tomli_w.dumps(without_none(values))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables by dotted names."""
+    """Return nested tables by dotted names."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,8 @@
-"""Local tensors of many clients in one file: only those that are asked for are in memory."""
+"""Keep tensors on disk that do not fit into memory: client states, and rows of mapped files.
+
+A kernel maps far more around a row than the row itself, up to megabytes, and counts it as memory of the process. So
+rows are read from the file and not through the map, and a pass over all of them releases their pages.
+"""
 
 import ctypes
 import mmap
@@ -24,10 +28,10 @@ DIGEST_BYTES = 16  # bytes of a record's digest
 
 
 class ClientStateStore(Mapping[str, Tensors]):
-    """Every client has two places for tensors of the same names and shapes.
+    """Keep the local tensors of many clients in one file, with two slots per client.
 
-    What is put goes to the place that the last mark does not name, so that a kill at any moment
-    leaves what was marked as it was. The file has holes where nobody has taken part.
+    New tensors go to the slot that is not committed, so that a kill at any moment leaves the committed state intact.
+    The file is sparse where clients have not taken part.
     """
 
     def __init__(self, path: Path, ids: Sequence[str], template: Tensors) -> None:
@@ -61,7 +65,7 @@ class ClientStateStore(Mapping[str, Tensors]):
                 os.pwrite(self.file, bytes_ + _digest(id, bytes_), self._offset(number))
 
     def commit(self) -> Tensor:
-        """(clients,) which place holds what is there now; that stays until the next mark."""
+        """Return (clients,) the slot of each client's current state, which is kept until the next commit."""
         with explain_os_errors(self.path):
             os.fsync(self.file)
         self.committed = self.current.copy()
@@ -72,7 +76,7 @@ class ClientStateStore(Mapping[str, Tensors]):
         self.current = self.committed.copy()
 
     def save(self, path: Path, ids: Sequence[str]) -> Tensor:
-        """What these have into a file of the record; (ids,) whose is which of it, -1 for none."""
+        """Write states of clients into a file of the record; return (ids,) their positions, -1 for none."""
         numbers = np.array([self.index_of[id] for id in ids], np.int64)
         places = np.where(self.current[numbers] > 0, np.cumsum(self.current[numbers] > 0) - 1, -1)
         with atomic_write(path) as draft_path, draft_path.open("wb") as file:
@@ -81,7 +85,7 @@ class ClientStateStore(Mapping[str, Tensors]):
         return torch.from_numpy(places)
 
     def close(self) -> None:
-        """The file goes with it: what is to stay is in the training's outcome."""
+        """Close and delete the file; the final states are in the training's outcome."""
         os.close(self.file)
         self.path.unlink(missing_ok=True)
 
@@ -102,7 +106,7 @@ class ClientStateStore(Mapping[str, Tensors]):
 
 
 class SavedClientStates(Mapping[str, Tensors]):
-    """What `save` wrote, read client by client; who is not in it has what everyone began with."""
+    """Read client states that `save` wrote one by one; a client without one has the initial state."""
 
     def __init__(self, path: Path, ids: Sequence[str], initial: Tensors, places: Tensor) -> None:
         self.path, self.initial = path, initial
@@ -153,19 +157,19 @@ _descriptors: dict[int, int] = {}
 
 
 class PagedRows:
-    """(rows, width) in a file, as a mapped tensor has them."""
+    """Rows (rows, width) of a mapped tensor, read from its file."""
 
     def __init__(self, x: Tensor, file: int, place: int) -> None:
         self.x, self.file, self.offset = x, file, place
         finalize(self, os.close, file)
 
     def take(self, index: NDArray[np.int64]) -> Tensor:
-        """(index, width) a copy in memory."""
+        """Return a copy (index, width) in memory."""
         rows, inverse = np.unique(index, return_inverse=True)
         return self.read(rows).index_select(0, torch.from_numpy(inverse.reshape(-1)))
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
-        """(rows, width) a copy in memory of rows in their order, none of them twice."""
+        """Return a copy (rows, width) in memory of sorted, distinct rows."""
         out = torch.empty(len(rows), self.x.shape[1], dtype=self.x.dtype)
         if not out.numel():
             return out
@@ -200,7 +204,7 @@ class PagedRows:
 
 
 def page_rows(x: object) -> PagedRows | None:
-    """How to read the rows of a large tensor that is a private map of a file; None for others."""
+    """Return a reader for a large tensor that is a private map of a file; None for others."""
     if not isinstance(x, Tensor) or x.device.type != "cpu" or x.ndim != 2:
         return None
     if x.nbytes <= MAX_IN_MEMORY_BYTES or not x.is_contiguous():
@@ -213,7 +217,7 @@ def page_rows(x: object) -> PagedRows | None:
 
 
 def _memory_maps() -> Iterator[tuple[int, int, int, int, str]]:
-    """From, to, place in the file, its inode and its name: all private maps of files."""
+    """Yield start, end, file offset, inode and name of all private maps of files."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not on Linux
@@ -226,7 +230,7 @@ def _memory_maps() -> Iterator[tuple[int, int, int, int, str]]:
 
 
 def _reopen_file(inode: int, path: str) -> int | None:
-    """A descriptor of the very file that is mapped, if it is to be had still."""
+    """Return a descriptor of the mapped file itself, if it still exists."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:
@@ -238,7 +242,7 @@ def _reopen_file(inode: int, path: str) -> int | None:
 
 
 def iterate_chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A pass over all rows, some of them at a time: the first's number, and they."""
+    """Yield all rows in chunks, each with the number of its first row, and release their memory."""
     pages = _pages(x) if x.nbytes > CHUNK_BYTES else None
     size = max(1, CHUNK_BYTES // max(1, x[:1].nbytes))
     for first in range(0, len(x), size):
@@ -257,14 +261,14 @@ def _pages(x: Tensor) -> tuple[int, int] | None:
 
 
 def release_pages(pages: tuple[int, int]) -> None:
-    """Takes pages that nobody has written to out of this process: the file has them still."""
+    """Release clean pages of a map from this process; they remain in the file."""
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is not None and hasattr(mmap, "MADV_DONTNEED"):
         advise(ctypes.c_void_p(pages[0]), ctypes.c_size_t(pages[1]), mmap.MADV_DONTNEED)
 
 
 def concatenate_rows(folder: Path, shape: tuple[int, int], parts: Iterable[Tensor]) -> Tensor:
-    """Float32 rows as one tensor; many of them in a file without a name, which goes with it."""
+    """Concatenate float32 rows; a large result lies in an unnamed file that is deleted with it."""
     if 4 * prod(shape) <= MAX_IN_MEMORY_BYTES:
         return torch.cat(list(parts))
     with files.explain_os_errors(folder):
