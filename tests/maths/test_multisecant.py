@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from fedvlm.maths.logistic_regression import BIAS_RIDGE, Evaluations, Head, loss_and_gradient, multisecant_step, split_head
+from fedvlm.maths.logistic_regression import (
+    BIAS_RIDGE,
+    Evaluations,
+    Head,
+    loss_and_gradient,
+    multisecant_step,
+    split_head,
+)
 from fedvlm.maths.ridge_regression import Statistics, solve_path
 
 

@@ -26,13 +26,13 @@ SHIPPED = Recipe("as shipped", MixPrior())
 RECIPES = (  # from the simplest
     Recipe("shared head alone", None),
     SHIPPED,
-    Recipe("local head as strong as shared at 16 samples", MixPrior(local_samples=16.0)),
-    Recipe("at 256 samples", MixPrior(local_samples=256.0)),
-    Recipe("penalty of the local head around 1e1", MixPrior(log10_penalty=1.0)),
-    Recipe("around 1e0, within a factor of 10", MixPrior(log10_penalty=0.0, log10_penalty_std=1.0)),
-    Recipe("temperatures free", MixPrior(temperature_std=2.0)),
+    Recipe("local head as strong as the shared one at 64 samples", MixPrior(local_samples=64.0)),
+    Recipe("start without the likelihood", MixPrior(likelihood_power=0.0)),
+    Recipe("start with the full likelihood", MixPrior(likelihood_power=1.0)),
+    Recipe("penalty of the local head within a factor of 10", MixPrior(log10_penalty_std=1.0)),
+    Recipe("temperatures within a factor of 7", MixPrior(temperature_std=2.0)),
     Recipe("class frequencies at full weight", MixPrior(frequency_log_weight=0.0)),
-    Recipe("class frequencies at a quarter", MixPrior(frequency_log_weight=-1.4)),
+    Recipe("classes equally frequent with probability 0.8", MixPrior(equal_classes=0.8)),
 )
 
 

@@ -82,7 +82,9 @@ def lines(found: dict[str, list[Accuracies]], name: str) -> Iterator[str]:
         cells = []
         for size in SIZES:
             here = [one[size] for one in many if size in one]
-            less = [float(np.mean([one[name] - one[other] for one in here if other in one])) for other in (SHARED,) if here]
+            less = [
+                float(np.mean([one[name] - one[other] for one in here if other in one])) for other in (SHARED,) if here
+            ]
             text = [one[name] - one[ZERO_SHOT] for one in here if ZERO_SHOT in one]
             cells.append(f"{less[0]:+.1f}" + (f" ({np.mean(text):+.1f})" if text else "") if less else "-")
         yield f"| {data} | " + " | ".join(cells) + " |"

@@ -14,6 +14,7 @@ from fedvlm.maths.ridge_regression import class_log_prior
 
 CANDIDATE_WEIGHTS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 FIXED_WEIGHTS = (0.0, 1 / 16, 1 / 4, 1.0)
+MIN_LOG_FRACTION = -20.0  # of a head in a client's mix
 MIXES_PER_CHUNK = 8  # all at once would need much memory
 LOG10_PENALTIES = (2, 1, 0, -1, -2, -3, -4)  # of a client's own regression: log10 of ridge · n_samples
 PRIOR_STRENGTHS = (1.0, 10**0.5, 10.0, 10**1.5, 100.0, 1e4)  # samples that equal class frequencies count for
@@ -23,6 +24,7 @@ class MixPrior(NamedTuple):
     """What is believed of a client's mix before its validation samples are seen (chosen by tools.auto.choose)."""
 
     local_samples: float = 256.0  # samples with which the local head weighs as much as the shared one
+    likelihood_power: float = 0.5  # of the validation likelihood in the fractions of shared and local head
     log10_penalty: float = 0.0  # of the local head: mean and
     log10_penalty_std: float = 2.0
     temperature_std: float = 0.5  # of the log scale of a head's logits
@@ -79,10 +81,11 @@ def mix_client(shared: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor,
     local = local_head(shared, x, y, val_x, val_y, prior)
     heads = torch.stack([head.joined() for head in (shared, local, frequencies)])
     logits, std = split_head(heads).logits(val_x), prior.temperature_std
-    scales = torch.stack([fit_log_scale(logits[0], val_y, std), fit_log_scale(logits[1], val_y, std)])
-    fractions = torch.stack([torch.full_like(n_samples, prior.local_samples), n_samples.clamp(min=1e-9)])
-    start = scales + (fractions / fractions.sum()).log()
-    start = torch.cat([start, start.new_full((1,), prior.frequency_log_weight)])
+    scales = torch.stack([fit_log_scale(part, val_y, std) for part in logits[:2]])
+    losses = summed_cross_entropy(scales.exp()[:, None, None] * logits[:2], val_y)
+    samples = torch.stack([torch.full_like(n_samples, prior.local_samples), n_samples.clamp(min=1e-9)])
+    fractions = (samples.log() - prior.likelihood_power * losses).log_softmax(0).clamp(min=MIN_LOG_FRACTION)
+    start = torch.cat([scales + fractions, scales.new_full((1,), prior.frequency_log_weight)])
     weights = fit_log_weights(logits, val_y, start).exp()
     return ClientMix(split_head((weights[:, None, None] * heads).sum(0)), weights)
 

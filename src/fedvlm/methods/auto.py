@@ -50,7 +50,9 @@ class Auto(StatisticsSettings):
         known = Evaluations(*(torch.zeros(0, *shape) for shape in (anchor.shape, anchor.shape, (), ())))
         head = _logistic.head_tensors(anchor)
         local = {f"{key} change": torch.zeros_like(value) for key, value in head.items()}
-        return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local | {"mix weights": torch.zeros(3)}
+        return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local | {
+            "mix weights": torch.zeros(3)
+        }
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """Send the head, and what the coming round evaluates beside it: the keys say which phase it is."""
