@@ -8,7 +8,7 @@ import torch
 from fedvlm.core import make
 from fedvlm.engines.client import make_client
 from fedvlm.maths.head_mixing import MixPrior, mix_client
-from fedvlm.maths.logistic_regression import Head
+from fedvlm.maths.logistic_regression import Head, split_head
 from fedvlm.testing import toy_world, train_toy
 
 
@@ -106,13 +106,14 @@ def test_a_poisoned_shared_head_does_not_take_a_client_with_validation_samples_a
     sent, _ = fit(world.method, world.frozen, clients_of(world))
     poisoned = Head(-2 * sent["weight"].double(), -2 * sent["bias"].double())
     half = len(client.val_y) // 2
-    mix = mix_client(poisoned, client.x, client.y, client.val_x[:half].double(), client.val_y[:half], MixPrior())
+    zero = split_head(torch.zeros(4, 17, dtype=torch.float64))
+    mix = mix_client(poisoned, zero, client.x, client.y, client.val_x[:half].double(), client.val_y[:half], MixPrior())
     alone = make("alone")
     local = alone.adapt(world.frozen, {}, alone.init(world.frozen)[1], client)
     test_x, test_y = client.val_x[half:], client.val_y[half:]
     of_mix = (mix.head.logits(test_x.double()).argmax(1) == test_y).double().mean()
     of_alone = (alone.predict(world.frozen, {}, local, test_x).argmax(1) == test_y).double().mean()
-    assert of_mix >= of_alone - 0.1
+    assert of_mix >= of_alone - 0.03
 
 
 def test_weights_of_the_parts_are_reported():

@@ -43,7 +43,7 @@ def test_the_recipe_that_ships_is_auto():
     sent = world.method.send(outcome.shared, "")
     for id, local in outcome.local.items():
         client = make_client(world, id, 0)
-        head = SHIPPED.head(Head(sent["weight"], sent["bias"]), client)
+        head = SHIPPED.head(Head(sent["weight"], sent["bias"]), client, world.frozen)
         expected = world.method.predict(world.frozen, sent, local, client.x)
         assert torch.allclose(head.logits(client.x.double()).float(), expected, atol=1e-3)
 

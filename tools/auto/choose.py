@@ -89,7 +89,7 @@ def judged(prepared: Prepared) -> Found:
             test = torch.from_numpy(world.members[id].test)
             client = make_client(world, id, 0)
             for recipe in RECIPES:
-                head = shared if id in training.unseen else recipe.head(shared, client)
+                head = shared if id in training.unseen else recipe.head(shared, client, world.frozen)
                 accuracy = n_correct(head, world.x[test], world.y[test]) / max(len(test), 1)
                 columns = correct.setdefault(recipe.name, {})
                 columns.setdefault("unseen" if id in training.unseen else "own", []).append(accuracy)

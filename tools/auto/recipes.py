@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fedvlm.core import Client
+from fedvlm.core import Client, Frozen
 from fedvlm.maths.head_mixing import MixPrior, mix_client
-from fedvlm.maths.logistic_regression import Head
+from fedvlm.maths.logistic_regression import Head, split_head
+from fedvlm.methods._logistic import zero_shot_head
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,13 @@ class Recipe:
     name: str
     prior: MixPrior | None  # None: the shared head alone
 
-    def head(self, shared: Head, client: Client) -> Head:
+    def head(self, shared: Head, client: Client, frozen: Frozen) -> Head:
         """Return the client's head."""
         shared = Head(*(part.double() for part in shared))
         if self.prior is None:
             return shared
-        return mix_client(shared, client.x, client.y, client.val_x.double(), client.val_y, self.prior).head
+        start = split_head(zero_shot_head(frozen).double())
+        return mix_client(shared, start, client.x, client.y, client.val_x.double(), client.val_y, self.prior).head
 
 
 SHIPPED = Recipe("as shipped", MixPrior())

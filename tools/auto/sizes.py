@@ -8,7 +8,7 @@ drawn samples is for validation. What is left for testing judges.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from fedvlm.maths.logistic_regression import Head
 from tools.auto.choose import FIRST, trained_worlds, untested
 from tools.auto.fits import remembered
 from tools.auto.measure import file_name, prepared_of
-from tools.auto.recipes import RECIPES, SHIPPED, n_correct
+from tools.auto.recipes import RECIPES, SHIPPED, Recipe, n_correct
 from tools.auto.sets import every
 
 SIZES = tuple(2**k for k in range(11))  # 1 to 1,024
@@ -56,7 +56,9 @@ def small_clients(
             yield size, replace(client, x=x[train], y=y[train], val_x=x[val], val_y=y[val])
 
 
-def accuracies(world: World, ids: tuple[str, ...], is_unseen: bool, shared: Head, seed: int) -> Accuracies:
+def accuracies(
+    world: World, ids: tuple[str, ...], is_unseen: bool, shared: Head, seed: int, recipes: Sequence[Recipe]
+) -> Accuracies:
     """Return the mean accuracy of every recipe over clients of a size."""
     draw = np.random.default_rng(seed)
     found: dict[int, dict[str, list[float]]] = {}
@@ -65,7 +67,7 @@ def accuracies(world: World, ids: tuple[str, ...], is_unseen: bool, shared: Head
         pool, (test_x, test_y) = pool_and_judges(world, id, is_unseen, draw)
         heads = {SHARED: shared} | ({} if text is None else {ZERO_SHOT: Head(text, torch.zeros(len(text)))})
         for size, client in small_clients(make_client(world, id, 0), pool, -(-DRAWS // len(ids)), draw):
-            own = {recipe.name: recipe.head(shared, client) for recipe in RECIPES if recipe.prior is not None}
+            own = {recipe.name: recipe.head(shared, client, world.frozen) for recipe in recipes}
             for name, head in (heads | own).items():
                 head = Head(*(part.double() for part in head))
                 accuracy = 100 * n_correct(head, test_x, test_y) / max(len(test_y), 1)
@@ -74,20 +76,28 @@ def accuracies(world: World, ids: tuple[str, ...], is_unseen: bool, shared: Head
 
 
 def lines(found: dict[str, list[Accuracies]], name: str) -> Iterator[str]:
-    """Return a Markdown table of one recipe less the shared head and less zero-shot, by set and size."""
+    """Return a Markdown table of one recipe less the shared head (less zero-shot), by set and size."""
     yield f"{name}: less the shared head (less zero-shot), by samples of a client"
     yield "| data | " + " | ".join(map(str, SIZES)) + " |"
     yield "|---" * (len(SIZES) + 1) + "|"
-    for data, many in found.items():
+    for data, trainings in found.items():
         cells = []
         for size in SIZES:
-            here = [one[size] for one in many if size in one]
-            less = [
-                float(np.mean([one[name] - one[other] for one in here if other in one])) for other in (SHARED,) if here
+            values = [heads[size] for heads in trainings if size in heads]
+            means = [difference(values, name, other) for other in (SHARED, ZERO_SHOT)]
+            texts = [
+                form.format(mean)
+                for form, mean in zip(("{:+.1f}", "({:+.1f})"), means, strict=True)
+                if mean is not None
             ]
-            text = [one[name] - one[ZERO_SHOT] for one in here if ZERO_SHOT in one]
-            cells.append(f"{less[0]:+.1f}" + (f" ({np.mean(text):+.1f})" if text else "") if less else "-")
+            cells.append(" ".join(texts) or "-")
         yield f"| {data} | " + " | ".join(cells) + " |"
+
+
+def difference(values: list[dict[str, float]], name: str, other: str) -> float | None:
+    """Return the mean difference of two heads; None where one is missing."""
+    gaps = [heads[name] - heads[other] for heads in values if other in heads]
+    return float(np.mean(gaps)) if gaps else None
 
 
 def main() -> None:
@@ -100,26 +110,26 @@ def main() -> None:
     args = ask.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    recipes = [recipe for recipe in RECIPES if recipe.prior is not None] if args.recipes else [SHIPPED]
     found: dict[str, list[Accuracies]] = {}
     for name, opened in every(args.stores, args.work):
         if args.sets not in name:
             continue
         for seed in range(FIRST, FIRST + args.seeds):
-            path = args.work / f"{file_name(name)}-{seed}.json"
+            path = args.work / f"{file_name(name)}-{len(recipes)}-{seed}.json"
             if not path.exists():
                 prepared, here = prepared_of(untested(opened(), seed), {"name": "auto"}, seed), []
                 for world, training, shared in trained_worlds(prepared):
                     is_unseen = bool(training.unseen) and prepared.generalises
                     with remembered():
                         ids = training.unseen if is_unseen else training.train
-                        here.append(accuracies(world, tuple(ids), is_unseen, shared, seed))
+                        here.append(accuracies(world, tuple(ids), is_unseen, shared, seed, recipes))
                 path.write_text(json.dumps(here))
                 print(f"{name}, seed {seed}", flush=True)
             stored = json.loads(path.read_text())
             found.setdefault(name, []).extend({int(size): heads for size, heads in one.items()} for one in stored)
-    for recipe in RECIPES if args.recipes else (SHIPPED,):
-        if recipe.prior is not None:
-            print("\n".join(lines(found, recipe.name)))
+    for recipe in recipes:
+        print("\n".join(lines(found, recipe.name)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Mix linear heads on their logits, weighted by the likelihood of validation samples: shared ones, and a client's."""
 
+import math
 from itertools import product
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class MixPrior(NamedTuple):
     likelihood_power: float = 0.5  # of the validation likelihood in the fractions of shared and local head
     log10_penalty: float = 0.0  # of the local head: mean and
     log10_penalty_std: float = 2.0
+    poisoned: float = 0.01  # probability that the local head had better not be drawn to the shared one
     temperature_std: float = 0.5  # of the log scale of a head's logits
     equal_classes: float = 0.95  # probability that the client's classes are equally frequent
     frequency_log_weight: float = -0.7
@@ -66,11 +68,13 @@ def average_mixes(candidates: Tensor, fixed: Tensor, losses: Tensor) -> Tensor:
     return mixed + (weights[:, 1:].sum(0)[:, None, None] * fixed.double()).sum(0)
 
 
-def mix_client(shared: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior) -> ClientMix:
+def mix_client(
+    shared: Head, start_head: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior
+) -> ClientMix:
     """Mix the shared head, a regression on the client's samples near it, and the client's class frequencies.
 
     Without samples the mix is the shared head: the other parts grow with the number of samples, and validation samples
-    move all weights from there.
+    move all weights from there. `start_head` is zero-shot, or zeros: what the client has if the shared head is poisoned.
     """
     counts = class_membership(y, len(shared.bias)).sum(0)
     n_samples, uniform = counts.sum(), torch.full_like(counts, 1 / len(counts))
@@ -78,7 +82,7 @@ def mix_client(shared: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor,
     probabilities = counts.new_tensor([(1 - prior.equal_classes) / skewed] * skewed + [prior.equal_classes])
     log_prior = class_log_prior(counts, uniform, counts.new_tensor(PRIOR_STRENGTHS), probabilities)
     frequencies = Head(torch.zeros_like(shared.weight), log_prior)
-    local = local_head(shared, x, y, val_x, val_y, prior)
+    local = local_head(shared, start_head, x, y, val_x, val_y, prior)
     heads = torch.stack([head.joined() for head in (shared, local, frequencies)])
     logits, std = split_head(heads).logits(val_x), prior.temperature_std
     scales = torch.stack([fit_log_scale(part, val_y, std) for part in logits[:2]])
@@ -90,17 +94,24 @@ def mix_client(shared: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor,
     return ClientMix(split_head((weights[:, None, None] * heads).sum(0)), weights)
 
 
-def local_head(shared: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior) -> Head:
-    """Return the average of regressions on the client's samples, drawn to the shared head by several ridges.
+def local_head(
+    shared: Head, start_head: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior
+) -> Head:
+    """Return the average of regressions on the client's samples, drawn to the shared or the start head by a ridge.
 
-    Their weights are the prior of the ridge times the likelihood of the validation samples.
+    Their weights are their prior probability times the likelihood of the validation samples.
     """
     log10_penalties = shared.weight.new_tensor(LOG10_PENALTIES)
     ridges = 10**log10_penalties / (y >= 0).sum().clamp(min=1)
     all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=y.device)
-    heads = logistic_regression.fit_ridge_path(x, y, ridges, shared, all_classes, bias_ridge=ridges[:, None]).heads
-    logits = heads.logits(val_x)
+    paths = [
+        logistic_regression.fit_ridge_path(x, y, ridges, anchor, all_classes, bias_ridge=ridges[:, None]).heads.joined()
+        for anchor in (shared, start_head)
+    ]
+    heads = torch.cat(paths)
+    logits = split_head(heads).logits(val_x)
     scales = torch.stack([fit_log_scale(part, val_y, prior.temperature_std) for part in logits]).exp()
-    log_prior = -((log10_penalties - prior.log10_penalty) / prior.log10_penalty_std).square() / 2
+    log_prior = (-((log10_penalties - prior.log10_penalty) / prior.log10_penalty_std).square() / 2).log_softmax(0)
+    log_prior = torch.cat([log_prior + math.log(1 - prior.poisoned), log_prior + math.log(prior.poisoned)])
     weights = (log_prior - summed_cross_entropy(scales[:, None, None] * logits, val_y)).softmax(0) * scales
-    return split_head((weights[:, None, None] * heads.joined()).sum(0))
+    return split_head((weights[:, None, None] * heads).sum(0))

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes, head_mixing
-from fedvlm.maths.logistic_regression import Evaluations, Head, path_points
+from fedvlm.maths.logistic_regression import Evaluations, Head, path_points, split_head
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import StatisticsSettings, statistics_traits
@@ -110,7 +110,8 @@ class Auto(StatisticsSettings):
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         shared, val_x = Head(sent["weight"].double(), sent["bias"].double()), client.val_x.double()
-        mix = head_mixing.mix_client(shared, client.x, client.y, val_x, client.val_y, head_mixing.MixPrior())
+        start_head, prior = split_head(_logistic.zero_shot_head(frozen).double()), head_mixing.MixPrior()
+        mix = head_mixing.mix_client(shared, start_head, client.x, client.y, val_x, client.val_y, prior)
         return {
             "weight change": (mix.head.weight - shared.weight).float(),
             "bias change": (mix.head.bias - shared.bias).float(),
