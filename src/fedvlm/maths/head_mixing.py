@@ -38,6 +38,7 @@ class ClientMix(NamedTuple):
     """A client's head, and the weights it mixes the shared head, the local head and the class prior with."""
 
     head: Head
+    own: Tensor  # (classes, dim + 1): the head without the part of the shared head
     weights: Tensor  # (3,)
 
 
@@ -74,7 +75,7 @@ def mix_client(
     """Mix the shared head, a regression on the client's samples near it, and the client's class frequencies.
 
     Without samples the mix is the shared head: the other parts grow with the number of samples, and validation samples
-    move all weights from there. `start_head` is zero-shot, or zeros: what the client has if the shared head is poisoned.
+    move all weights from there. `start_head` is zero-shot, or zeros: what is left if the shared head is poisoned.
     """
     counts = class_membership(y, len(shared.bias)).sum(0)
     n_samples, uniform = counts.sum(), torch.full_like(counts, 1 / len(counts))
@@ -91,7 +92,8 @@ def mix_client(
     fractions = (samples.log() - prior.likelihood_power * losses).log_softmax(0).clamp(min=MIN_LOG_FRACTION)
     start = torch.cat([scales + fractions, scales.new_full((1,), prior.frequency_log_weight)])
     weights = fit_log_weights(logits, val_y, start).exp()
-    return ClientMix(split_head((weights[:, None, None] * heads).sum(0)), weights)
+    parts = weights[:, None, None] * heads
+    return ClientMix(split_head(parts.sum(0)), parts[1:].sum(0), weights)
 
 
 def local_head(

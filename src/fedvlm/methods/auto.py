@@ -51,7 +51,7 @@ class Auto(StatisticsSettings):
         head = _logistic.head_tensors(anchor)
         local = {f"{key} change": torch.zeros_like(value) for key, value in head.items()}
         return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local | {
-            "mix weights": torch.zeros(3)
+            "mix weights": torch.eye(3)[0]
         }
 
     def send(self, shared: Tensors, id: str) -> Tensors:
@@ -112,15 +112,17 @@ class Auto(StatisticsSettings):
         shared, val_x = Head(sent["weight"].double(), sent["bias"].double()), client.val_x.double()
         start_head, prior = split_head(_logistic.zero_shot_head(frozen).double()), head_mixing.MixPrior()
         mix = head_mixing.mix_client(shared, start_head, client.x, client.y, val_x, client.val_y, prior)
+        own = split_head(mix.own)
         return {
-            "weight change": (mix.head.weight - shared.weight).float(),
-            "bias change": (mix.head.bias - shared.bias).float(),
+            "weight change": own.weight.float(),
+            "bias change": own.bias.float(),
             "mix weights": mix.weights.float(),
         }
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        weight = sent["weight"] + local["weight change"]
-        return x @ weight.mT + sent["bias"] + local["bias change"]
+        shared = local["mix weights"][0]  # apart from the change: a poisoned head may be too large for a difference
+        own = x @ local["weight change"].mT + local["bias change"]
+        return shared * (x @ sent["weight"].mT + sent["bias"]) + own
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         names = ("weight of shared head", "weight of local head", "weight of class frequencies")
