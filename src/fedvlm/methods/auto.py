@@ -68,8 +68,8 @@ class Auto(StatisticsSettings):
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         if "candidates" in sent:
-            heads = heads_to_mix(sent, _logistic.zero_shot_head(frozen))
-            losses = head_mixing.mix_losses(*heads, client.val_x, client.val_y)
+            candidates, fixed = heads_to_mix(sent, _logistic.zero_shot_head(frozen))
+            losses = head_mixing.mix_losses(candidates, fixed, client.val_x, client.val_y)
             has_enough = (client.y >= 0).sum() >= self.min_class_samples
             return {"mix losses": torch.where(has_enough, losses, 0.0)}, local
         heads = [_logistic.head_tensors(point) for point in sent["points"]] if "points" in sent else [sent]
