@@ -52,12 +52,12 @@ bench: $(VENV)/.dev
 
 # List all installed packages as CycloneDX in sbom.json.
 sbom: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt cyclonedx-bom
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cyclonedx-bom
 	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
 # Write the lock file with hashes for servers and sites, and the page of licences; needs a package index.
 lock: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt uv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/python tools/lock.py
 	$(BIN)/python tools/licences.py
 
@@ -65,12 +65,12 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "fedvlm needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + "; call: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.user: $(BIN)/python pyproject.toml packaging/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt -e .
+$(VENV)/.user: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.dev: $(BIN)/python pyproject.toml packaging/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt -e '.[dev]'
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.user
 
 clean:

@@ -23,7 +23,7 @@ import numpy as np
 from figures import report
 
 FOLDER = Path(__file__).parent
-CONSTRAINTS = FOLDER.parent / "packaging" / "constraints.txt"
+CONSTRAINTS = FOLDER.parent / "constraints.txt"
 # pfl-research asks for an older dp-accounting than ours, and FedJAX for a jax that we have not:
 # only Flower, which we pin, can have all our versions; the others have our torch.
 PEERS = {

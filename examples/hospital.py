@@ -18,10 +18,10 @@ PAPERS = {"first/north": "white", "first/south": "beige", "west": "lightblue"}
 
 
 def draw_images(folder: Path, paper: str, draw: Random) -> None:
-    """Stands in for a hospital's archive: a folder per finding."""
+    """Draw images in place of a hospital's archive: a folder per finding."""
     for finding, sides in FINDINGS.items():
         (folder / finding).mkdir(parents=True)
-        for number in range(30):
+        for number in range(40):  # enough for 16 training images of each finding, below which statistics are suppressed
             image = Image.new("RGB", (64, 64), paper)
             circle = draw.randint(20, 44), draw.randint(20, 44), draw.randint(8, 18)
             ink = draw.choice(["red", "green", "navy", "black"])
@@ -30,7 +30,7 @@ def draw_images(folder: Path, paper: str, draw: Random) -> None:
 
 
 def command(*words: str | Path) -> None:
-    """A command as a hospital would type it."""
+    """Run a command as a hospital would."""
     subprocess.run([Path(sys.executable).with_name("fedvlm"), *words], check=True)
 
 

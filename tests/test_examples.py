@@ -10,7 +10,14 @@ ELSEWHERE = {"new_dataset.py"}  # run by tests/data/test_catalogue.py
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in ELSEWHERE], ids=lambda p: p.name)
+RUN_HERE = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.name == "hospital.py" else [], id=path.name)
+    for path in EXAMPLES
+    if path.name not in ELSEWHERE
+]
+
+
+@pytest.mark.parametrize("path", RUN_HERE)
 def test_example_runs_and_prints(path, tmp_path):
     done = subprocess.run([sys.executable, "-W", "error", path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

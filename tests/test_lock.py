@@ -29,7 +29,7 @@ def test_lock_has_every_direct_dependency_of_servers_and_sites_but_torch():
 
 
 def test_lock_has_the_versions_of_the_constraints():
-    locked, held = pinned("packaging/requirements.lock"), pinned("packaging/constraints.txt")
+    locked, held = pinned("packaging/requirements.lock"), pinned("constraints.txt")
     assert {k: v for k, v in locked.items() if k in held and held[k] != v} == {}
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BY_VERSION = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 HEAD = """\
-# Made by tools/lock.py. torch is not in this file: install it first, in the version of packaging/constraints.txt.
+# Made by tools/lock.py. torch is not in this file: install it first, in the version of constraints.txt.
 #   pip install --require-hashes --no-deps -r packaging/requirements.lock
 #   pip install --no-deps .
 """
 COMMAND = (
-    "uv pip compile pyproject.toml --extra flower --generate-hashes --universal -c packaging/constraints.txt "
+    "uv pip compile pyproject.toml --extra flower --generate-hashes --universal -c constraints.txt "
     "--python-version 3.11 --quiet --no-header --no-annotate"
 )
 

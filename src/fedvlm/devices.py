@@ -1,4 +1,4 @@
-"""Where tensors are worked on: the CPU, or a GPU of NVIDIA or Apple."""
+"""Devices for tensors: the CPU, or a GPU of NVIDIA or Apple."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,29 +15,29 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 Answer = TypeVar("Answer")
 CPU = torch.device("cpu")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-# what allocators say that raise a plain RuntimeError: Apple's, and the CPU's
+# of allocators that raise a plain RuntimeError: Apple's and the CPU's
 OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory")
 
 
 def choose_device(name: Device) -> torch.device:
-    """The device of this name, if it is here; `auto` takes a GPU where there is one."""
+    """Return the device of this name if it is available; `auto` is a GPU if there is one."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return torch.device(next((kind for kind, is_available in available.items() if is_available), "cpu"))
     if not available.get(name, True):
-        raise SettingsError(f'device = "{name}", but torch finds none here; set device = "cpu"')
+        raise SettingsError(f'device = "{name}", but torch finds no such device; set device = "cpu"')
     return torch.device(name)
 
 
 def is_cpu(name: Device) -> bool:
-    """Whether the device of this name is the CPU, as `auto` is where there is no other."""
+    """Tell whether the device of this name is the CPU, as `auto` is without a GPU."""
     return name == "cpu" or (name == "auto" and choose_device(name) == CPU)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors, and what is made of them, on a device."""
+    """Move tensors, and containers of tensors, to a device."""
     if isinstance(value, Tensor) and value.ndim and value.stride(0) == 0 and len(value) > 1:
-        return value[0].to(device).expand(value.shape)  # what all clients were sent, held once
+        return value[0].to(device).expand(value.shape)  # the same for all clients, stored once
     if isinstance(value, Tensor) or hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -52,7 +52,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class DeviceRows:
-    """Rows that are read one minibatch at a time, and go to a device as they are asked for."""
+    """Samples that are read one minibatch at a time, and move to a device when they are read."""
 
     def __init__(self, rows: Any, device: torch.device) -> None:
         self.rows, self.device = rows, device
@@ -73,8 +73,8 @@ class DeviceRows:
 
 
 def set_deterministic() -> None:
-    """One machine gives one result: no algorithm that sums in another order every time."""
-    os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")  # else cuBLAS is not repeatable
+    """Make results repeatable on one machine: no algorithm that sums in a random order."""
+    os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")  # otherwise cuBLAS is not repeatable
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -83,7 +83,7 @@ def set_deterministic() -> None:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """What a record tells of a device, with the flags as they are."""
+    """Return what a record says of a device, with the flags as they are."""
     if device.type == "cpu":
         return {"device": "cpu"}
     return {
@@ -98,8 +98,8 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def free_device_memory(device: torch.device) -> int | None:
-    """Bytes of a device's memory that can still be taken; None where nobody says."""
-    if device.type == "cuda":  # what torch holds and does not use is free too
+    """Return the free bytes of a device's memory; None if unknown."""
+    if device.type == "cuda":  # memory that torch has reserved and does not use is free too
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + idle)
     if device.type == "mps":
@@ -114,12 +114,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def run_in_halves(work: Callable[[Tensor], Answer], rows: Tensor) -> list[Answer]:
-    """The work on all rows at once, or on halves of them where memory does not do for that."""
+    """Run on all rows at once, or on halves of them if memory is short."""
     try:
         return [work(rows)]
     except RuntimeError as error:
         if not is_out_of_memory(error) or len(rows) < 2:
             raise
-    # out here what the failed attempt held is free again
+    # here the memory of the failed attempt is free again
     middle = len(rows) // 2
     return run_in_halves(work, rows[:middle]) + run_in_halves(work, rows[middle:])

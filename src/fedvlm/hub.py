@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub answers: asked first, since its libraries try for minutes."""
+"""Check whether the Hugging Face Hub is reachable, since its libraries retry for minutes."""
 
 import os
 import ssl
@@ -14,9 +14,9 @@ TIMEOUT_SECONDS = 1.8  # seconds
 
 
 def unreachable_reason() -> str:
-    """Why the Hub cannot be asked, in words; nothing if it can, or is not to be asked."""
+    """Return why the Hub is unreachable; empty if it is reachable, or in offline mode."""
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        return ""  # its libraries look into their cache only, at once
+        return ""  # offline: its libraries only look into their cache
     address = os.environ.get("HF_ENDPOINT") or HUB_URL
     if is_reachable(address):
         return ""
@@ -24,29 +24,29 @@ def unreachable_reason() -> str:
 
 
 def is_reachable(address: str, seconds: float = TIMEOUT_SECONDS) -> bool:
-    """Whether anything answers there, by the proxies of the environment, in so many seconds."""
+    """Tell whether a server replies in time, through the proxies of the environment."""
     answered: list[bool] = []
 
     def send_request() -> None:
         try:
             urlopen(Request(address, method="HEAD"), timeout=seconds).close()
-        except HTTPError as error:  # which is an answer
+        except HTTPError as error:  # a reply too
             error.close()
         except URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # certificates are its libraries' own
+            if not isinstance(error.reason, ssl.SSLError):  # its libraries bring their own certificates
                 return
         except (OSError, ValueError):
             return
         answered.append(True)
 
-    request_thread = Thread(target=send_request, daemon=True)  # looking up a name knows no limit of time
+    request_thread = Thread(target=send_request, daemon=True)  # a DNS lookup has no timeout
     request_thread.start()
     request_thread.join(seconds)
     return bool(answered)
 
 
 def is_local_only(source: str | Path) -> bool:
-    """Whether a model is read without asking the Hub: a directory, or cached and no Hub there."""
+    """Tell whether a model is read without the Hub: from a directory, or from the cache if the Hub is unreachable."""
     path = Path(source).expanduser()
     if path.is_dir():
         return True
@@ -67,5 +67,5 @@ def is_cached(name: str) -> bool:
 
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:  # no name that a model can have
+    except HFValidationError:  # not a valid model name
         return False

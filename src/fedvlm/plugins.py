@@ -1,4 +1,4 @@
-"""Lists that outside packages add to, through groups of entry points."""
+"""Plugins: registries that other packages add to through entry points."""
 
 from importlib.metadata import entry_points
 from threading import RLock
@@ -8,19 +8,19 @@ from warnings import warn
 from fedvlm.errors import OutsideWarning, SettingsError
 
 E = TypeVar("E")
-_LOADED: set[str] = set()  # entry-point groups: to look for them takes milliseconds
+_LOADED: set[str] = set()  # entry-point groups that were searched
 _LOADING = RLock()
 
 
 def load_outside(group: str) -> None:
-    """Imports the modules that outside packages name in an entry-point group; they register.
+    """Import the modules that other packages name in an entry-point group; they register themselves.
 
     Once per process. What cannot be loaded is warned of in a line, and the others are loaded.
     """
     with _LOADING:
         if group in _LOADED:
             return
-        _LOADED.add(group)  # now, because what is loaded may ask for the list itself
+        _LOADED.add(group)  # before loading, because a plugin may ask for the list itself
         for point in entry_points(group=group):
             try:
                 point.load()
@@ -35,16 +35,16 @@ def load_outside(group: str) -> None:
 
 
 def add_entry(table: dict[str, E], kind: str, name: str, entry: E) -> None:
-    """Puts something under a name into a list that outside packages add to; a name is one's own."""
+    """Add an entry to a registry under a unique name."""
     if not name or not name.isprintable() or ":" in name:
-        raise SettingsError(f"{kind} {name!r}: a name is in a line and has no colon; choose another")
+        raise SettingsError(f"{kind} {name!r}: a name is one printable line without a colon; choose another")
     if name in table and table[name] != entry and not _is_redefinition(table[name], entry):
         raise SettingsError(f"{kind} {name!r}: the name is taken; choose another")
     table[name] = entry
 
 
 def _is_redefinition(registered: object, entry: object) -> bool:
-    """Whether it is the same class or function, as when a cell of a notebook is run once more."""
+    """Tell whether it is the same class or function again, as when a notebook cell is run twice."""
     return qualified_name(registered) == qualified_name(entry) and "<" not in qualified_name(entry)[1]
 
 

@@ -1,4 +1,4 @@
-"""Seeds by purpose: the same words always give the same numbers, on every machine."""
+"""Seeds by purpose: the same purpose and parts give the same numbers on every machine."""
 
 from hashlib import sha256
 
@@ -7,7 +7,7 @@ import torch
 
 
 def seed(purpose: str, *parts: str | int) -> int:
-    """A 63-bit seed for one purpose; `seed("order", run, client, round)` is for that order only."""
+    """Return a 63-bit seed for one purpose, as `seed("order", run, client, round)`."""
     words = "\x1f".join([purpose, *(str(part) for part in parts)])
     return int.from_bytes(sha256(words.encode()).digest()[:8], "big") >> 1
 
@@ -17,5 +17,5 @@ def generator(purpose: str, *parts: str | int) -> torch.Generator:
 
 
 def numbers(purpose: str, *parts: str | int) -> np.random.Generator:
-    """The numpy counterpart, for what is split or drawn before there are tensors."""
+    """Return a numpy generator, for what is split or drawn before there are tensors."""
     return np.random.Generator(np.random.PCG64(seed(purpose, *parts)))

@@ -317,7 +317,7 @@ def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
         ({"clip": math.nan}, "channel.clip must be finite and at least 0, got nan"),
         ({"noise_multiplier": 1.0}, "set channel.clip too"),
         ({"delta": 1.0}, "must be above 0 and below 1, got 1.0"),
-        ({"quantise": "yes"}, "channel.quantise = 'yes' does not fit"),
+        ({"quantise": "yes"}, "channel.quantise must be true or false, got 'yes'"),
         ({"quantise": True, "secure": True}, "do not go together"),
         ({"max_samples": 0}, "channel.max_samples must be at least 1, got 0"),
         ("on", "write a table"),

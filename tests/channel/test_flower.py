@@ -140,7 +140,7 @@ def test_an_upload_for_a_secure_sum_never_leaves_without_its_mask():
     from fedvlm.engines.flower.messages import Message
     from fedvlm.engines.flower.secure import wrap_reply
 
-    with pytest.raises(FederationError, match="asked for without a mask"):
+    with pytest.raises(FederationError, match="requested without a mask"):
         wrap_reply(Message({"masked": True}), hidden=False)
 
 

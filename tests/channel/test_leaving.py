@@ -85,7 +85,7 @@ def test_who_leaves_before_it_has_masked_is_named_and_the_others_begin_again(sta
     assert engine.asked.count("collect_masked_vectors") == count - 1  # nobody uploads twice
 
 
-@pytest.mark.parametrize("count", [4, 5, 10, 30])
+@pytest.mark.parametrize("count", [4, 5, 10, pytest.param(30, marks=pytest.mark.slow)])
 def test_who_leaves_with_its_masked_upload_is_named_and_its_masks_are_lifted(count):
     world = world_of(count)
     after, [line] = learnt(world, LeavingEngine(world, ["client-1"], "collect_masked_vectors"))
@@ -94,7 +94,7 @@ def test_who_leaves_with_its_masked_upload_is_named_and_its_masks_are_lifted(cou
     assert max_relative_difference(after.shared, plain(world, "client-1").shared) < 1e-6
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 10, 30])
+@pytest.mark.parametrize("count", [3, 4, 5, 10, pytest.param(30, marks=pytest.mark.slow)])
 def test_who_leaves_after_its_masked_upload_came_is_in_the_sum(count):
     world = world_of(count)
     after, [line] = learnt(world, LeavingEngine(world, ["client-1"], "unmask"))

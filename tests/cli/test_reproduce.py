@@ -128,7 +128,7 @@ def test_needs_name_the_data_where_they_come_from_and_a_time(name, tmp_path, mon
     lines = describe_requirements(settings)
     for data in {run_settings.data for run_settings in settings}:
         (line,) = (line for line in lines if line.startswith(f"data {data}: "))
-        assert "is NOT there; put " in line and "(from " in line
+        assert "is missing; put " in line and "(from " in line
     assert any(line.startswith(("encoder hf:", "encoder openai:models/RN50: ")) for line in lines)
     assert "roughly " in lines[-1] and "not measured" in lines[-1]
 

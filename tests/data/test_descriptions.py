@@ -111,7 +111,7 @@ def test_own_texts_have_one_shape_and_unknown_clients_are_refused(tmp_path, tabl
 
 def test_an_encoder_without_text_is_refused(tmp_path, table, encoder):
     blind = type("Blind", (), {"offers": frozenset({"image"}), "name": "blind"})()
-    with pytest.raises(SettingsError, match="blind has no text"):
+    with pytest.raises(SettingsError, match="cannot embed descriptions, because it has no text tower"):
         add_descriptions(table, blind, written(tmp_path / "d.json", GOOD), "")
 
 

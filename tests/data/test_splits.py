@@ -253,18 +253,18 @@ def test_bad_tables_are_named():
     [
         ({"partition": "domains"}, "did you mean 'domain'"),
         ({"count": 0}, "clients.count must be .*, got 0"),
-        ({"count": "10"}, "clients.count = '10'"),
+        ({"count": "10"}, "clients.count must be .*, got '10'"),
         ({"alpha": 0.0}, "clients.alpha must be .*, got 0.0"),
         ({"alpha": float("nan")}, "clients.alpha must be .*, got nan"),
         ({"shots": -1}, "clients.shots must be .*, got -1"),
         ({"val_shots": -1}, "clients.val_shots must be .*, got -1"),
-        ({"val_shots": 1.5}, "clients.val_shots = 1.5"),
-        ({"min_samples": 2.5}, "clients.min_samples = 2.5"),
+        ({"val_shots": 1.5}, "clients.val_shots must be .*, got 1.5"),
+        ({"min_samples": 2.5}, "clients.min_samples must be .*, got 2.5"),
         ({"ratios": (0.5, 0.2, 0.2)}, "must sum to 1, got .* sum to 0.9"),
         ({"ratios": (0.0, 0.5, 0.5)}, "above 0 for train"),
         ({"ratios": (1.2, 0.0, -0.2)}, "must not be negative"),
-        ({"ratios": [0.8, 0.2]}, "takes 3 values"),
-        ({"ratios": 0.6}, "takes 3 values"),
+        ({"ratios": [0.8, 0.2]}, "must be 3 values, got"),
+        ({"ratios": 0.6}, "must be 3 values, got"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(wrong, message):

@@ -30,7 +30,7 @@ def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
 
         taking = Thread(target=end)
         taking.start()
-        with pytest.raises(Unreachable, match="ends the connection before it has begun"):
+        with pytest.raises(Unreachable, match="closes the connection before it is established"):
             check_server(f"127.0.0.1:{proxy.getsockname()[1]}", kit / "ca.crt")
         taking.join(60)
 

@@ -70,7 +70,7 @@ def test_the_end_of_an_older_run_is_not_told_to_whoever_waits_for_a_newer_one(pl
 def test_a_process_that_begins_late_does_not_take_up_what_was_asked_for_since(place):
     """Two would work at one run, and the second would fail and end the wait for it."""
     request(place, id="2")
-    with pytest.raises(FederationError, match="another run was asked for before this one began"):
+    with pytest.raises(FederationError, match="another run was requested before this one started"):
         run_request(local_grid(place.desks), place.kit.folder, "1")
     assert not (place.kit.folder / ERROR_FILE).exists() and not (place.folder / "run").exists()
 
@@ -93,13 +93,13 @@ RUNS, TROUBLE = {"runs": [{"status": "running"}]}, {"error-message": "timeout; i
 
 def test_a_server_that_went_away_is_named_to_whoever_waits(monkeypatch, place):
     error = following(monkeypatch, place.kit, False, RUNS, TROUBLE)
-    assert "does not answer any more; start it: fedvlm deploy server" in error
+    assert "no longer answers; start it: fedvlm deploy server" in error
 
 
 def test_a_server_that_is_slow_for_once_is_not_taken_for_the_end_of_a_run(monkeypatch, place):
     lists = [RUNS, TROUBLE, TROUBLE, RUNS, {"runs": [{"status": "finished:failed"}]}]
     error = following(monkeypatch, place.kit, True, *lists)
-    assert "ended without a result (finished:failed); run the same command again" in error
+    assert "ended without a result (finished:failed); repeat the command" in error
 
 
 def test_a_server_that_never_says_how_a_run_is_is_not_asked_for_ever(monkeypatch, place):
@@ -129,7 +129,7 @@ def test_the_signal_that_ended_a_process_is_named(tmp_path):
     ("error", "remedy"),
     [
         ("sqlite3.DatabaseError) file is not a database", "superlink.db is damaged: move it away"),
-        ("sqlite3.OperationalError) disk I/O error", "look at the disk, and start the server"),
+        ("sqlite3.OperationalError) disk I/O error", "check the disk, and start the server"),
     ],
 )
 def test_a_database_that_cannot_be_used_is_named_with_the_remedy(tmp_path, error, remedy):
@@ -143,5 +143,5 @@ def test_a_folder_without_its_certificate_says_so(place, content):
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SettingsError, match=r"ca\.crt is missing or no certificate"):
+    with pytest.raises(SettingsError, match=r"ca\.crt is missing or not a certificate"):
         processes.is_server_up(place.kit)

@@ -66,7 +66,7 @@ def test_kits_are_never_overwritten(kits):
 
 @pytest.mark.parametrize(
     ("sites", "error"),
-    [(["a/b"], "'a/b' does not fit"), (["a", "A"], "not all different")],
+    [(["a/b"], "'a/b' is invalid"), (["a", "A"], "not all different")],
 )
 def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, error):
     with pytest.raises(SettingsError, match=error):
@@ -101,7 +101,7 @@ def test_a_server_is_started_once(kits, monkeypatch, capsys):
     [
         ("quorum = 2.0", "quorum must be above 0 and at most 1, got 2.0"),
         ("quorums = 0.5", "no setting of .*did you mean 'quorum'"),
-        ("deadline = 'soon'", "does not fit"),
+        ("deadline = 'soon'", "deadline must be .*, got 'soon'"),
     ],
 )
 def test_a_mistake_in_a_kit_is_named(kits, line, error):
@@ -191,7 +191,7 @@ def test_plain_http_is_refused(kits):
     with pytest.raises(FederationError, match="does not answer with TLS.*plain HTTP is refused"):
         check_server(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
     server.server_close()
-    with pytest.raises(Unreachable, match="nobody answers at 127.0.0.1:.*refused"):
+    with pytest.raises(Unreachable, match="no server answers at 127.0.0.1:.*refused"):
         check_server(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
 
 
@@ -206,7 +206,7 @@ def test_a_site_waits_for_its_server_and_says_why(kits):
 
     serve_site(kit, print_line, stop)
     assert "its certificate lasts 364 more days" in printed[0]
-    assert "nobody answers at nobody.invalid:8443 (" in printed[1] and "trying again" in printed[1]
+    assert "no server answers at nobody.invalid:8443 (" in printed[1] and "retrying" in printed[1]
 
 
 def test_a_certificate_lasts_a_year():

@@ -115,7 +115,7 @@ def test_a_site_that_was_killed_before_the_end_goes_on_from_its_own_tensors(plac
     ("site", "run", "error"),
     [
         ("nobody", "one", "no certificate"),
-        ("sketch", "none", "no finished run"),
+        ("sketch", "none", "not a finished run"),
     ],
 )
 def test_a_mistake_is_said(place, site, run, error):

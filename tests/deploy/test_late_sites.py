@@ -42,7 +42,7 @@ def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
     assert "nobody at this site has consented" in rounds[0]["missing"]["art"]
     assert [sorted(line["clients"]) for line in rounds] == [NAMES[1:], NAMES, NAMES]
     [warning] = describe_absences(Result(place.folder / "run"))
-    assert warning.startswith("art took no part in 1 of 3 rounds; the last time because: refused by")
+    assert warning.startswith("art was missing in 1 of 3 rounds; the last reason: refused by")
 
 
 @pytest.mark.parametrize("late_site", ["art", "sketch"])

@@ -42,7 +42,7 @@ def test_a_renewed_site_has_a_new_key_under_its_name_and_the_old_one_ends(fed):
     old, before = (folder / "key").read_bytes(), current_certificate(fed.server, "north")
     request = create_join_request(folder)
     assert read_own_certificate(folder) == before  # until the server has answered, it goes on with the old one
-    assert read_request(fed.kit, request.path).remark == "north renews its key; the old one ends"
+    assert read_request(fed.kit, request.path).remark == "north renews its key; the old one is revoked"
     accept_certificate(folder, fed.admits(request))
     assert (folder / "key").read_bytes() != old and not (folder / NEXT_KEY_FILE).exists()
     assert read_own_certificate(folder).key == current_certificate(fed.server, "north").key == request.key != before.key
@@ -74,7 +74,7 @@ def test_a_stop_while_a_certificate_is_put_in_is_made_good_by_the_same_command(f
     with pytest.raises(KeyboardInterrupt):
         accept_certificate(folder, sent)
     monkeypatch.undo()
-    with pytest.raises(SettingsError, match="is of another key than.*deploy accept"):
+    with pytest.raises(SettingsError, match="is for another key than.*deploy accept"):
         read_own_certificate(folder)
     accept_certificate(folder, sent)
     assert read_own_certificate(folder).key == current_certificate(fed.server, "north").key
@@ -174,7 +174,7 @@ def test_the_commands_take_a_site_from_its_request_to_its_end(tmp_path, monkeypa
     code, text = invoke("renew", server)
     assert code == 0 and "after the next start" in text
     code, text = invoke("keys", tmp_path)
-    assert code == 2 and "no server's folder and no site's" in text
+    assert code == 2 and "neither a server's folder nor a site's" in text
 
 
 def test_ready_kits_are_said_to_be_for_rehearsals(tmp_path, monkeypatch, capsys):

@@ -150,7 +150,7 @@ def test_a_site_with_another_class_is_refused(place):
     with pytest.raises(FederationError, match="photo: it has images of 1 classes that") as error:
         place.run()
     assert "cow" not in str(error.value)  # its name is for the people of the site
-    assert "site photo has images of 'cow', which is no class" in printed[0]
+    assert "site photo has images of 'cow', which is not a class" in printed[0]
 
 
 def test_a_site_with_another_encoder_is_refused(place):
@@ -179,7 +179,7 @@ def test_a_site_whose_class_texts_differ_is_refused(place):
 def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(place):
     method = {"name": "faa-clip", "rounds": 1}
     settings = place.settings(method)
-    with pytest.raises(DataError, match="needs public reference rows.*deploy reference"):
+    with pytest.raises(DataError, match="needs public reference samples.*deploy reference"):
         place.run(settings)
     write_tensors(place.kit.folder / REFERENCE_FILE, {"image": place.rows.x[:20]}, {})
     grid = local_grid(place.desks)
@@ -259,7 +259,7 @@ def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
     monkeypatch.setattr(launch, "MAX_PENDING_SECONDS", 0.0)
     answer = {"run-id": "17", "runs": [{"status": "pending"}]}
     monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: answer)
-    with pytest.raises(FederationError, match="has not begun the run.*superlink.log"):
+    with pytest.raises(FederationError, match="has not started the run.*superlink.log"):
         launch.run_over_sites(place.kit, place.settings(), place.folder / "run")
 
 

@@ -177,7 +177,7 @@ def test_nobody_outlives_the_superexec_that_does_the_work(monkeypatch, capfd):
 def check_refusal(output, killed, reason):
     node = SimpleNamespace(tail=lambda: output, killed=killed)
     error = describe_supernode_exit(SimpleNamespace(name="art", address="x"), node)
-    assert f"stopped, for {reason}; start it again" in error and "its key" not in error
+    assert f"stopped: {reason}; start it again" in error and "its key" not in error
 
 
 def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():

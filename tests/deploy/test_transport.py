@@ -82,7 +82,7 @@ def test_the_server_learns_nothing_from_an_error_of_the_client_app(monkeypatch):
     grid = local_grid({})
     message = grid.create_message(to_records(Message({"kind": "round"})), "train", 1, "0")
     context = app.Context(1, 1, {}, app.RecordDict(), {})
-    with pytest.raises(Exception, match=r"^the site did not answer; its own log says why$"):
+    with pytest.raises(Exception, match=r"^the site did not reply; see the site's log$"):
         flower_site.create_client_app()(message, context)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
 from fedvlm.data.partition import make_partition
-from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
+from fedvlm.encoders import ENCODERS, open_encoder
 from fedvlm.encoders.cache.embed import embed
 from fedvlm.encoders.huggingface import demo_directory
 from fedvlm.encoders.images import Pixels
@@ -51,7 +51,7 @@ def dataset(network_requests):
 @pytest.fixture(scope="module")
 def embedded(dataset, encoder, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    done = embed(dataset, encoder, fingerprint=fingerprint(encoder), cache=cache, workers=0)
+    done = embed(dataset, encoder, cache=cache, workers=0)
     assert not done.skipped
     return done.embedded
 

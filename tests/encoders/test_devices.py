@@ -164,7 +164,7 @@ def test_a_batch_that_does_not_fit_is_halved(kind, error, opened, monkeypatch):
         raise error
 
     monkeypatch.setattr(encoder, "_vectors", never)
-    with pytest.raises(EncoderError, match="no memory for one image on cpu"):
+    with pytest.raises(EncoderError, match="not enough memory for one image on cpu"):
         encoder.embed(batch, True)
 
 
@@ -175,7 +175,7 @@ def test_a_model_that_finds_no_memory_is_not_called_unfit(opened, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(encoder.model, "get_image_features", full)
-    with pytest.raises(EncoderError, match="no memory for one image"):
+    with pytest.raises(EncoderError, match="not enough memory for one image"):
         encoder.embed(pixels_for(encoder), False)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import uvicorn
 
-from fedvlm.encoders import open_encoder
+from fedvlm.encoders import WarningEncoder, open_encoder
 from fedvlm.encoders.http import Http, _retry_after
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.encoders.serve import create_app
@@ -73,7 +73,7 @@ def test_a_failing_server_is_given_up_after_growing_waits():
     served = Moody(create_app(Fake(), None), "/embed", 503, 10**6)
     with running(served) as url:
         remote = Http(url, retries=3, wait=0.1)
-        with pytest.raises(EncoderError, match=r"failed 4 times \(503 .*what it has embedded is kept"):
+        with pytest.raises(EncoderError, match=r"failed 4 times \(503 .*finished embeddings are cached"):
             remote.embed([b"x"], patches=False)
     waits = np.diff(served.at)
     assert len(waits) == 3
@@ -139,8 +139,8 @@ def nan_in_second(batch, call):
     ("answer", "message"),
     [
         (nan_in_second, "NaN or infinity in pooled of row 1 of 2"),
-        (lambda batch, call: np.ones((len(batch), 4), np.float32), "should have length 3"),
-        (lambda batch, call: np.ones((1, 3), np.float32), r"pooled of \(1, 3\) to 2 rows"),
+        (lambda batch, call: np.ones((len(batch), 4), np.float32), "must have length 3"),
+        (lambda batch, call: np.ones((1, 3), np.float32), r"pooled of \(1, 3\) for 2 rows"),
     ],
 )
 def test_vectors_that_cannot_be_right_are_refused(answer, message):
@@ -154,13 +154,15 @@ def test_drift_is_reported_and_the_first_vector_is_kept():
 
     warnings = []
     with running(create_app(Fake(drifting), None)) as url:
-        remote = Http(url, warn=warnings.append, **QUICK)
+        remote = Http(url, **QUICK)
+        assert isinstance(remote, WarningEncoder)
+        remote.warn = warnings.append
         assert remote.drift is None
         pooled = remote.embed([b"x"], patches=False).pooled
     assert np.allclose(pooled, [[1.0, 0.1, 0.0]])
     assert remote.drift == pytest.approx(0.0966, abs=1e-3)
     assert len(warnings) == 1
-    assert "two embeddings 0.097 apart" in warnings[0]
+    assert "two embeddings of the same image that differ by 0.097" in warnings[0]
 
 
 def test_an_encoder_changed_in_mid_run_is_noticed():
@@ -186,5 +188,5 @@ def test_what_is_not_an_encoder_server_is_refused():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'{"hello": 1}'})
 
-    with running(unrelated_app) as url, pytest.raises(EncoderError, match="as an encoder server"):
+    with running(unrelated_app) as url, pytest.raises(EncoderError, match="of an encoder server"):
         Http(url, **QUICK)

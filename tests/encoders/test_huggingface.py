@@ -105,7 +105,7 @@ def test_siglip_text_is_padded_to_full_length_and_unit_norm(siglip):
     official = siglip.model.get_text_features(input_ids=padded["input_ids"]).pooler_output
     assert torch.allclose(got, torch.nn.functional.normalize(official, dim=1), atol=1e-6)
     assert siglip.offers == {"image", "text", "patches", "image tower"}
-    with pytest.raises(EncoderError, match="take a CLIP model"):
+    with pytest.raises(EncoderError, match="use a CLIP model"):
         siglip.text_tower(["cat"], "a {}")
 
 
@@ -185,5 +185,5 @@ def test_incomplete_weights_are_refused(tmp_path):
 
 def test_other_model_types_are_refused_by_name(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(EncoderError, match="type 'bert'; types that work are clip, siglip"):
+    with pytest.raises(EncoderError, match="type 'bert'; supported types are clip, siglip"):
         open_encoder(f"hf:{tmp_path}")

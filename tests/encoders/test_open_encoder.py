@@ -67,5 +67,5 @@ def test_the_manifest_names_the_device_of_any_encoder_that_takes_one(monkeypatch
     monkeypatch.setattr("fedvlm.encoders.ENCODERS", kinds)
     assert encoder_options("mine:a") == encoder_options("hf:a") == encoder_options("demo") == ["device"]
     settings = replace(Settings(make("zero-shot")), encoder="mine:a")
-    assert device_info(settings, memory=False)["encoding"]["precision"] == "float32"
-    assert "encoding" not in device_info(replace(settings, encoder="store:a"), memory=False)
+    assert device_info(settings, in_memory=False)["encoding"]["device"] == "cpu"
+    assert "encoding" not in device_info(replace(settings, encoder="store:a"), in_memory=False)

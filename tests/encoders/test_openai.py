@@ -84,7 +84,7 @@ def test_without_a_tokenizer_it_offers_images_alone(tmp_path, plain, folder):
     (tmp_path / "RN.safetensors").write_bytes((folder / "w.safetensors").read_bytes())
     bare = open_encoder(f"openai:{tmp_path / 'RN.safetensors'}")
     assert bare.offers == {"image", "patches"}
-    with pytest.raises(EncoderError, match="has no text; put CLIP's tokenizer.json beside it"):
+    with pytest.raises(EncoderError, match="has no text; put CLIP's tokenizer.json into its folder"):
         bare.embed_text(["a cat"])
     with pytest.raises(SettingsError, match="promptfl needs text tower"):
         check_needs(make("promptfl"), bare.name, bare.offers)
@@ -138,7 +138,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     weights = load_file(tmp_path / "w.safetensors")
     weights["visual.attnpool.positional_embedding"] = torch.zeros(7, 128)
     save_file(weights, tmp_path / "w.safetensors")
-    with pytest.raises(EncoderError, match="6 places"):
+    with pytest.raises(EncoderError, match="6 positions"):
         open_encoder(f"openai:{tmp_path}")
 
 
@@ -148,7 +148,7 @@ def test_a_folder_that_is_not_one_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(EncoderError, match="is not there"):
         open_encoder(f"openai:{tmp_path / 'RN50'}")
     (tmp_path / "RN50.pt").write_bytes(b"\x80\x04")
-    with pytest.raises(EncoderError, match="a .pt is not read, as it may hold code"):
+    with pytest.raises(EncoderError, match="a .pt is not read, because it may hold code"):
         open_encoder(f"openai:{tmp_path / 'RN50.pt'}")
     (tmp_path / "RN50.safetensors").write_bytes(b"nothing")
     with pytest.raises(EncoderError, match="cannot be read"):

@@ -149,7 +149,7 @@ def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
     common = {"embedded": rows, "clients": clients, "protocol": "own-test"}
     result = fedvlm.run(method, out=tmp_path / "a", **common, **kinds)
     assert result.manifest["identity"]["attack"] == "sign-flip"
-    assert any(notice.startswith("sign-flip by ") for notice in result.manifest["notes"])
+    assert any(notice.startswith("attack sign-flip by ") for notice in result.manifest["notes"])
     assert "ATTACK: sign-flip by 30%" in result.table()
     assert "was far from the rest in 1 of 1 rounds" in result.table()
     assert len(result.outlier_warnings) == 2
@@ -161,12 +161,12 @@ def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"attack": "bribe"}, "attack = 'bribe' does not fit"),
+        ({"attack": "bribe"}, "attack must be .*, got 'bribe'"),
         ({"attack": "scale", "attacker_fraction": 1.0}, "attacker_fraction = 1.0 is outside"),
         ({"attack": "scale", "attack_strength": -1.0}, "attack_strength = -1.0; it takes"),
         ({"attack": "label-flip", "attack_strength": 2.0}, "it is at most 1"),
-        ({"attack": "scale", "engine": "flower"}, "is a simulation in one process"),
-        ({"attack": "scale", "method": "zero-shot"}, "no upload to attack"),
+        ({"attack": "scale", "engine": "flower"}, "is simulated in one process"),
+        ({"attack": "scale", "method": "zero-shot"}, "has no rounds and so no uploads"),
     ],
 )
 def test_attacks_that_cannot_be_are_refused(values, message):

@@ -250,7 +250,7 @@ def test_auto_takes_the_gpu_that_is_there(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=cuda: is_there)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda is_there=mps: is_there)
         assert choose_device("auto").type == expected
-    with pytest.raises(SettingsError, match="torch finds none here"):
+    with pytest.raises(SettingsError, match="torch finds no such device"):
         choose_device("cuda")
     method = make("fedot")
     assert with_device(method, "auto") is method

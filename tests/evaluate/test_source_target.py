@@ -153,7 +153,7 @@ def test_a_client_with_one_training_row_is_refused_by_name(rows, tmp_path):
     splits[[0, 1, 2, 3, 5]] = "train"  # four rows of art, one of photo
     splits[8:12] = "train"  # sketch
     marked = replace(rows, splits=splits)
-    with pytest.raises(DataError, match="client photo has 1 training rows, but faa-clip needs"):
+    with pytest.raises(DataError, match="client photo has 1 training samples, but faa-clip needs"):
         fedvlm.run(QUICK, embedded=marked, out=tmp_path / "a", **PLAIN)
     fedvlm.run({"name": "fedavg", "rounds": 1}, embedded=marked, out=tmp_path / "b", **PLAIN)
 
@@ -181,7 +181,7 @@ def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
         ({"protocol": "source-target"}, "leaves 3 clients to train and 0 unseen"),
         ({"protocol": "source-target", "target": ["art", "photo", "sketch"]}, "leaves 0 clients"),
         ({"protocol": "source-target", "target": "scetch"}, "did you mean 'sketch'"),
-        ({"protocol": "source-target", "target": 3}, "target = 3 does not fit; it takes"),
+        ({"protocol": "source-target", "target": 3}, "target must be .*, got 3"),
         ({"target": "art"}, "is for protocol = 'source-target'"),
         ({"clients": {"domains": ["artt"]}}, "did you mean 'art'"),
         ({"clients": {"public_ratio": 1.0}}, "must be at least 0 and below 1, got 1"),

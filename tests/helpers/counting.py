@@ -18,12 +18,11 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.data.table import Dataset
-from fedvlm.encoders import Vectors
+from fedvlm.encoders import Vectors, fingerprint
 from fedvlm.encoders.cache.embed import EmbedResult, embed
 from fedvlm.encoders.cache.rows import RowFile
 
 DIM, PATCHES = 16, 3
-FINGERPRINT = "0123456789abcdef" * 4
 CHILDREN = get_context("forkserver")  # imports torch once for all the processes of the tests
 CHILDREN.set_forkserver_preload(["fedvlm.encoders.cache.embed"])
 
@@ -112,6 +111,9 @@ class Counting:
         return torch.nn.functional.normalize(torch.tensor(np.array(vectors)).float(), dim=1)
 
 
+FINGERPRINT = fingerprint(Counting())
+
+
 def append_line(path: Path, text: str) -> None:
     """One write to the end, so that lines of several processes never mix and none is lost."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -124,7 +126,7 @@ def read_counts(path: Path) -> list[int]:
 
 
 def run(data: Dataset, encoder: Any, cache: Path, **how: Any) -> EmbedResult:
-    return embed(data, encoder, **{"fingerprint": FINGERPRINT, "cache": cache, "workers": 0, **how})
+    return embed(data, encoder, **{"cache": cache, "workers": 0, **how})
 
 
 def digests(*numbers: int) -> list[bytes]:

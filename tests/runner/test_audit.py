@@ -145,7 +145,7 @@ def test_rows_of_another_run_and_rows_that_are_gone_are_refused(rows, rows_like,
     done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a")
     with pytest.raises(DataError, match="audit it with the data it was run on"):
         audit(done.folder, embedded=rows_like(seed=4))
-    with pytest.raises(SettingsError, match="took its rows from memory"):
+    with pytest.raises(SettingsError, match="took its samples from memory"):
         audit(done.folder)
     with pytest.raises(SettingsError, match="no training of this run is called 'nowhere'"):
         audit(done.folder, training="nowhere", embedded=rows)

@@ -257,7 +257,7 @@ def test_the_manifest_keeps_what_a_run_reproduces_and_its_identity_does_not(rows
 
 
 def test_a_run_reproduces_names_and_nothing_else(rows):
-    with pytest.raises(SettingsError, match="reproduces = 7 does not fit"):
+    with pytest.raises(SettingsError, match="reproduces must be .*, got 7"):
         fedvlm.run("zero-shot", embedded=rows, reproduces=7)
 
 

@@ -202,5 +202,5 @@ def test_a_sweep_in_python_gives_a_data_frame(rows, tmp_path):
         )
     assert frame["method.blocks"].tolist() == [1, 4]
     assert frame["dof"].tolist() == [16 * 15 / 2, 4 * 4 * 3 / 2]
-    assert {"G", "P", "C", "G deviation"} <= set(frame)
+    assert {"G", "P", "C", "G std"} <= set(frame)
     assert len(frame.attrs["failed"]) == 1

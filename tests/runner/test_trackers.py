@@ -50,7 +50,7 @@ def test_broken_tracker_is_left_out_with_a_note_and_the_run_is_the_same(rows, tm
 
     lines = []
     track = [broken, lambda run, line: lines.append(line)]
-    with pytest.warns(UserWarning, match="callback 1 failed and was left out .*no room"):
+    with pytest.warns(UserWarning, match="callback 1 failed and was dropped .*no room"):
         fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=track)
     fedvlm.run(METHOD, embedded=rows, out=tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")

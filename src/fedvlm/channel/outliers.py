@@ -1,4 +1,4 @@
-"""A round's uploads held against each other: who is far from the rest, and what a minority may do.
+"""Compare a round's uploads: find outliers, bound long changes and combine uploads by robust rules.
 
 What is compared is a client's change of what it was sent; of uploaded totals, such as TOFA's, what
 they say per row, class by class among the clients that have the class.
@@ -16,14 +16,14 @@ from fedvlm.core import Method, Tensors, Totalled, UploadSum
 from fedvlm.evaluate.metrics import MIN_OUTLIER_FRACTION
 from fedvlm.parts.robust import ROBUST_MEANS, WEIGHTS_FROM_DOTS
 
-MAX_NORM_TO_MEDIAN = 2.0  # times the median norm: where "median" shortens a change
-VALUES_PER_PRODUCT = 1 << 22  # numbers that are compared at once: in float64 all would be large
-MAX_EXACT_CLIENTS = 32  # clients up to which every dot is exact
-CLIENTS_PER_BLOCK = 128  # of them that are multiplied with the others at once
-MAX_EXACT_PRODUCTS = 1 << 33  # of two numbers, above which the numbers of many clients are folded
-SKETCH_SIZE = 4096  # numbers that are left of a client then: a cosine is off by 0.016
-MAX_SAMPLES_TO_MEDIAN = 4.0  # times the median row count: where it stops to count
-SampleMeans = dict[str, tuple[Tensor, Tensor]]  # (units, numbers) and the (units,) rows they are means of
+MAX_NORM_TO_MEDIAN = 2.0  # times the median norm, to which `bound = "median"` shortens a change
+VALUES_PER_PRODUCT = 1 << 22  # values that are multiplied at once: in float64 all would be large
+MAX_EXACT_CLIENTS = 32  # clients up to which every dot product is exact
+CLIENTS_PER_BLOCK = 128  # multiplied with all others at once
+MAX_EXACT_PRODUCTS = 1 << 33  # multiplications above which the changes of many clients are sketched
+SKETCH_SIZE = 4096  # values of a sketch: its cosines are off by 0.016
+MAX_SAMPLES_TO_MEDIAN = 4.0  # times the median number of samples: more do not count
+SampleMeans = dict[str, tuple[Tensor, Tensor]]  # means (units, values), and the samples (units,) behind them
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class UploadRound:
     upload_sum: UploadSum
     uploads: Sequence[Tensors]
     sent: Sequence[Tensors]
-    sample_counts: Tensor  # (clients,) as they say
+    sample_counts: Tensor  # (clients,) as the clients report
 
     def to_means(self, place: int, reference_means: Tensors | None = None) -> SampleMeans:
-        """What one client's totals say per row, knowing what was found of all."""
+        """Return one client's totals as means over its samples."""
         upload = self.uploads[place]
         if isinstance(self.method, Totalled):
             return self.method.to_means(upload, reference_means or {})
@@ -45,7 +45,7 @@ class UploadRound:
         return {key: (value.double().reshape(1, -1) / rows, rows) for key, value in upload.items()}
 
     def from_means(self, means: SampleMeans) -> Tensors:
-        """The totals that say this."""
+        """Return the totals of such means."""
         if isinstance(self.method, Totalled):
             return self.method.from_means(means)
         return {
@@ -53,7 +53,7 @@ class UploadRound:
         }
 
     def start(self, place: int, key: str) -> Tensor:
-        """Where a client's tensor starts: what it was sent, or 0."""
+        """Return what a client's tensor is measured from: what it was sent, or 0."""
         value, sent = self.uploads[place][key], self.sent[place].get(key)
         is_same_kind = sent is not None and sent.shape == value.shape and sent.dtype == value.dtype
         return sent if sent is not None and is_same_kind else torch.zeros_like(value)
@@ -61,7 +61,7 @@ class UploadRound:
     def stacks(
         self, reference_means: Tensors | None = None, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """By name: (clients, units, numbers) and their (clients, units) rows; the caller's own.
+        """Yield by name the changes (clients, units, values) and the samples (clients, units) behind them.
 
         Each is filled client by client, so that there are never two copies of it; totals are
         kept in the precision of `kind`, its largest number standing for larger ones.
@@ -85,10 +85,10 @@ class UploadRound:
             yield key, values.pop(key), rows[key]
 
     def dots(self) -> Tensor:
-        """(clients, clients) between their changes."""
+        """Return the dot products (clients, clients) between the changes."""
         count = len(self.uploads)
         out = torch.zeros(count, count, dtype=torch.float64)
-        for _, values, rows in self.stacks(dtype=torch.float32):  # as uploads are
+        for _, values, rows in self.stacks(dtype=torch.float32):  # the type of uploads
             changes = values.mul_((rows > 0)[..., None]).flatten(1)
             for columns in torch.split(changes, max(1, VALUES_PER_PRODUCT // count), dim=1):
                 part = columns.double()
@@ -96,7 +96,7 @@ class UploadRound:
         return out
 
     def approximate_dots(self) -> Tensor:
-        """`dots` of many clients: norms as they are, cosines in single precision.
+        """Return `dots` of many clients with exact norms and cosines in single precision.
 
         Of large uploads the cosines are those of signed sums, the same for all, of their numbers;
         the signs hang on what all have sent, so that nobody can aim at them.
@@ -104,14 +104,14 @@ class UploadRound:
         count, numbers = len(self.uploads), len(self.change(0))
         is_sketched = count**2 * numbers > MAX_EXACT_PRODUCTS and numbers > SKETCH_SIZE
         changes = torch.empty(count, SKETCH_SIZE if is_sketched else numbers)
-        if is_sketched:  # in two goes: the signs hang on all norms, and all numbers are too many
+        if is_sketched:  # in two passes: the signs depend on all norms, and all changes do not fit into memory
             norms = _norms(self.change(place) for place in range(count))
             generator = seeds.generator("folded", *map(float.hex, norms.tolist()))
             signs = torch.randint(0, 2, (numbers,), generator=generator) > 0
         for place in range(count):
             change = self.change(place)
             if is_sketched:
-                signed = torch.where(signs, change, -change) / numbers  # no sum is too large
+                signed = torch.where(signs, change, -change) / numbers  # so that no sum overflows
                 padded = torch.nn.functional.pad(signed, (0, -numbers % SKETCH_SIZE))
                 change = padded.reshape(-1, SKETCH_SIZE).sum(0)
             changes[place] = change
@@ -119,24 +119,24 @@ class UploadRound:
         return cosines(changes).mul_(norms[:, None]).mul_(norms)
 
     def change(self, place: int) -> Tensor:
-        """(numbers,) one client's change, or what its totals say per row of what it has."""
+        """Return one client's change (values,), or the means of its totals."""
         if self.upload_sum != "total":
             upload = self.uploads[place]
             return torch.cat([(upload[key] - self.start(place, key)).flatten() for key in upload])
-        largest = torch.finfo(torch.float32).max  # stands for what is larger
+        largest = torch.finfo(torch.float32).max  # replaces larger values
         means = self.to_means(place).values()
         parts = [v.float().clamp(-largest, largest).mul_((n > 0)[:, None]).flatten() for v, n in means]
         return torch.cat(parts)
 
 
 def _norms(vectors: Iterable[Tensor]) -> Tensor:
-    """One by one: of all at once torch would make a copy in float64."""
+    """Return norms one by one: for all at once torch would make a copy in float64."""
     return torch.stack([torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in vectors])
 
 
 def cosines(vectors: Tensor) -> Tensor:
-    """(clients, clients) between vectors, each two multiplied once; 0 with one that is 0."""
-    if vectors.shape[1]:  # the caller's own are made short enough to be squared
+    """Return the cosines (clients, clients) between vectors; 0 with a zero vector."""
+    if vectors.shape[1]:  # scaled in place, so that squares do not overflow
         vectors /= torch.maximum(vectors.amax(1), -vectors.amin(1)).clamp(min=1e-30)[:, None]
     lengths = torch.linalg.vector_norm(vectors, dim=1).clamp(min=1e-30)
     out = torch.zeros(len(vectors), len(vectors))
@@ -148,8 +148,8 @@ def cosines(vectors: Tensor) -> Tensor:
 
 
 def bound_uploads(upload_round: UploadRound, dots: Tensor) -> UploadRound:
-    """Changes no longer than twice the median, and nobody's rows above four times the median."""
-    if len(upload_round.uploads) < 3:  # of two, neither is the measure of the other
+    """Shorten changes to twice the median norm, and cap sample counts at four times their median."""
+    if len(upload_round.uploads) < 3:  # two clients have no majority
         return upload_round
     norms = dots.diagonal().sqrt()
     max_norm = MAX_NORM_TO_MEDIAN * norms.median()
@@ -176,7 +176,7 @@ def bound_uploads(upload_round: UploadRound, dots: Tensor) -> UploadRound:
 
 
 def unchanged_without(upload_round: UploadRound, dots: Tensor) -> list[bool]:
-    """By client: whether `bounded` changes nobody's upload, neither with it nor without it."""
+    """Tell for each client whether `bound_uploads` changes no upload, neither with nor without the client."""
     norms, count = dots.diagonal().sqrt(), len(upload_round.uploads)
     sample_counts = torch.tensor([_max_samples(upload_round.to_means(place)) for place in range(count)])
 
@@ -208,7 +208,7 @@ def _bound_totals(upload_round: UploadRound, place: int, factor: float, limit: f
 
 
 def combine_uploads(upload_round: UploadRound, rule: str, dots: Tensor) -> Tensors:
-    """One upload in the place of all: the rule's mean of them, or its mean per row of all rows.
+    """Combine all uploads by a robust rule: their changes, or the means of their totals.
 
     Shares of krum and the geometric median are of all tensors at once, of totals unit by unit.
     """
@@ -226,7 +226,7 @@ def combine_uploads(upload_round: UploadRound, rule: str, dots: Tensor) -> Tenso
 
 
 def _combine_units(upload_round: UploadRound, rule: str, reference_means: Tensors) -> SampleMeans:
-    """The rule unit by unit, among the clients that have rows of it."""
+    """Apply the rule unit by unit, among the clients that have samples of it."""
     combined_means = {}
     for key, values, rows in upload_round.stacks(reference_means):
         means = torch.zeros_like(values[0])
@@ -241,7 +241,7 @@ def _combine_units(upload_round: UploadRound, rule: str, reference_means: Tensor
 def bound_and_combine(
     channel: Channel, upload_round: UploadRound, ids: Sequence[str], dots: Tensor
 ) -> tuple[Sequence[str], Sequence[Tensors], Tensor]:
-    """Whom, what and how heavy the aggregate gets."""
+    """Return the ids, uploads and weights for the aggregate."""
     if channel.bound == "median":
         upload_round = bound_uploads(upload_round, dots)
     if channel.aggregation == "mean":
@@ -252,21 +252,21 @@ def bound_and_combine(
     return ["everyone"], [combined_upload], upload_round.sample_counts.sum(0, keepdim=True)
 
 
-MIN_COMPARED_CLIENTS = 5  # clients below which nobody is called far: of four, who would be the rest?
-MIN_SIMILARITY_WEIGHT = 0.02  # what a client that points elsewhere counts beside them
+MIN_COMPARED_CLIENTS = 5  # with fewer clients there is no majority to be an outlier from
+MIN_SIMILARITY_WEIGHT = 0.02  # weight of a client that points elsewhere
 
 
 @dataclass(frozen=True)
 class OutlierLimits:
-    """From where on a client is far; chosen by `tools/poisoning.py --choose`."""
+    """When a client is an outlier; chosen by `tools/poisoning.py --choose`."""
 
-    max_norm_ratio: float = 2.5  # times as long as the clients that point alike
-    max_inverse_ratio: float = 6.0  # part of their length
-    max_ratio_if_elsewhere: float = 3.0  # times the median of all, if it also points elsewhere:
-    cosine_gap_if_long: float = 0.3  # its cosine so much below the median one
-    cosine_gap: float = 0.7  # whatever its length
+    max_norm_ratio: float = 2.5  # norm relative to clients of a similar direction
+    max_inverse_ratio: float = 6.0  # or their norm relative to its own
+    max_ratio_if_elsewhere: float = 3.0  # norm relative to the median, if it also points elsewhere:
+    cosine_gap_if_long: float = 0.3  # its cosine is this much below the median
+    cosine_gap: float = 0.7  # for any norm
     cosine_gap_deviations: float = 6.0  # or this many median deviations of the cosines, if that is more
-    max_outlier_fraction: float = MIN_OUTLIER_FRACTION  # share of a client's rounds above which it is named
+    max_outlier_fraction: float = MIN_OUTLIER_FRACTION  # of a client's rounds, above which it is reported
 
 
 DEFAULT_LIMITS = OutlierLimits()
@@ -275,7 +275,7 @@ DEFAULT_LIMITS = OutlierLimits()
 def outlier_scores(
     ids: Sequence[str], dots: Tensor, limits: OutlierLimits = DEFAULT_LIMITS
 ) -> dict[str, dict[str, float | bool]]:
-    """By client: its norm against the median and against those alike, its cosine, and if it is far.
+    """Return for each client its norm relative to the median and to similar clients, its cosine, and if it is far.
 
     The cosine is with the sum of the others' directions, so that a long one counts no more than
     any. A domain whose changes are long has several clients that point alike; one that is long
@@ -308,7 +308,7 @@ def outlier_scores(
 
 
 def _norm_of_similar(norms: Tensor, unit: Tensor) -> Tensor:
-    """(clients,) the median of the others' norms, each weighing as its cosine to the fourth."""
+    """Return (clients,) the median norm of the others, weighted by the fourth power of their cosines."""
     weights = unit.clamp(min=0).square_().square_().add_(MIN_SIMILARITY_WEIGHT).fill_diagonal_(0)
     order = norms.argsort()
     cumulative_weights = weights.index_select(1, order).cumsum_(1)

@@ -1,4 +1,4 @@
-"""What happens to an upload between a client and the aggregate; all of it is off by default."""
+"""The settings of the channel between clients and the aggregate; everything is off by default."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -9,7 +9,7 @@ from fedvlm.errors import FederationError, SettingsError
 
 
 class ChannelError(FederationError):
-    """An upload the channel does not take; who knows the client and the round adds them."""
+    """An upload that the channel refuses; the caller adds client and round."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,15 @@ class Channel:
     clip: float = ranged_field(0.0, NON_NEGATIVE)  # largest norm of a client's change; 0: any
     noise_multiplier: float = ranged_field(
         0.0, NON_NEGATIVE
-    )  # deviation of the noise each client adds, as a multiple of clip
+    )  # standard deviation of the noise each client adds, as a multiple of clip
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
-    quantise: bool = False  # 8 bits for each number; what rounding leaves over goes up next time
+    quantise: bool = False  # 8 bits per value; rounding errors are added to the next upload
     secure: bool = False  # the server sees the sum of the uploads and no upload
     # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
     # shortens it to twice the median of the round's.
     bound: float | Literal["median"] = ranged_field(0.0, NON_NEGATIVE)
     aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"
-    max_samples: int = ranged_field(
-        10_000_000, COUNT
-    )  # the server refuses a client that says it has more training rows
+    max_samples: int = ranged_field(10_000_000, COUNT)  # the server refuses a client that reports more training samples
 
     def __post_init__(self) -> None:
         read_fields("channel", self)
@@ -44,22 +42,22 @@ class Channel:
 
     @property
     def is_off(self) -> bool:
-        """Whether uploads travel as they are; they are checked all the same."""
+        """Tell whether uploads travel unchanged; they are validated in any case."""
         return not (self.clip or self.quantise or self.secure)
 
     @property
     def max_norm(self) -> float:
-        """The norm above which a change is refused."""
+        """Return the norm above which a change is refused."""
         return float("inf") if self.bound == "median" else self.bound or float("inf")
 
     @property
     def compares_uploads(self) -> bool:
-        """Whether the server holds uploads against each other before they are aggregated."""
+        """Tell whether the server compares uploads before they are aggregated."""
         return self.bound == "median" or self.aggregation != "mean"
 
 
 def with_deployment_bound(channel: Channel, method: Method) -> Channel:
-    """Between machines changes are bound by their median, unless a number is set or none is seen.
+    """Bound changes by their median between machines, unless a bound is set or no upload is visible.
 
     Experiments in one process keep the numbers of their papers.
     """
@@ -69,7 +67,7 @@ def with_deployment_bound(channel: Channel, method: Method) -> Channel:
 
 
 def check_secagg(channel: Channel, method: Method) -> None:
-    """Refuses what Flower's SecAgg+ cannot sum."""
+    """Refuse what Flower's SecAgg+ cannot sum."""
     if not channel.secure:
         return
     check_channel(channel, method)
@@ -86,7 +84,7 @@ def check_secagg(channel: Channel, method: Method) -> None:
 
 
 def check_channel(channel: Channel, method: Method) -> None:
-    """Refuses, before any work, a channel that a method cannot use."""
+    """Refuse, before any work, a channel that a method cannot use."""
     conflict = "bound = 'median'" if channel.bound == "median" else ""
     conflict = f"aggregation = '{channel.aggregation}'" if channel.aggregation != "mean" else conflict
     if conflict and channel.secure:

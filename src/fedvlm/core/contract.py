@@ -10,10 +10,10 @@ from fedvlm.tensors import Tensors
 
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
-MIN_CLASS_SAMPLES = 16  # rows of a class below which its statistics stay at the client
-MIN_CLASS_CLIENTS = 3  # clients that have to share in the secure sum of a class's statistics
+MIN_CLASS_SAMPLES = 16  # samples of a class below which its statistics stay at the client
+MIN_CLASS_CLIENTS = 3  # clients that must contribute to the secure sum of a class's statistics
 UploadSum = Literal["samples", "clients", "total"]
-UPLOAD_SUM_MEANINGS: dict[UploadSum, str] = {  # of the uploads, where an aggregate needs to know no more of them
+UPLOAD_SUM_MEANINGS: dict[UploadSum, str] = {  # sums of the uploads that may be all an aggregate needs
     "samples": "the mean over samples",
     "clients": "the mean over clients",
     "total": "the plain sum",
@@ -26,7 +26,7 @@ class TextTower(Protocol):
     @property
     def template(self) -> str: ...  # the sentence around a class name
     @property
-    def prefix(self) -> Tensor: ...  # (tokens, width) what it has before the class name
+    def prefix(self) -> Tensor: ...  # (tokens, width) of the template before the class name
     @property
     def suffixes(self) -> Tensor: ...  # (classes, longest, width) of class name and what follows
     @property
@@ -56,7 +56,7 @@ class ImageTower(Protocol):
 
 @dataclass(frozen=True)
 class Frozen:
-    """What everyone holds and no one trains or sends."""
+    """What everyone holds; never trained, never sent."""
 
     classes: tuple[str, ...]
     dim: int
@@ -69,7 +69,7 @@ class Frozen:
 
 
 class LazyRows(Protocol):
-    """Rows that are read when they are asked for, as a tensor's are by its first axis."""
+    """Samples that are read on demand, indexed like the first axis of a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -79,33 +79,33 @@ class LazyRows(Protocol):
 
 @dataclass(frozen=True)
 class Client:
-    """One client's rows and this round's minibatches; engines may add a leading client axis.
+    """One client's samples and this round's minibatches; engines may add a leading client axis.
 
     What a row is follows from the method's needs: with "image tower" the pixels (3, height, width),
     with "patches" the patch embeddings (patches, dim) as the encoder gave them, and otherwise the
     unit-norm image embedding (dim,).
     """
 
-    x: Any  # (rows, ...) Tensor, or Rows where images are decoded on demand
-    y: Tensor  # (rows,) labels, -1 where there is no row
-    order: Tensor  # (steps, batch) rows of each minibatch, -1 where there is no row
-    val_x: Any  # (held, ...) validation rows, for choices a client makes for itself
-    val_y: Tensor  # (held,)
-    reference: Any  # (references, ...) unlabelled rows for methods with a `reference`
-    reference_order: Tensor  # (steps, batch) rows of the reference, -1 where there is no row
-    texts: Tensor  # (classes, texts, dim) descriptions of its own, zeros where there are fewer
-    noise: Tensor  # (steps, numbers) standard normal, as many as the method's `noise` asks for
+    x: Any  # (samples, ...) Tensor, or LazyRows if images are decoded on demand
+    y: Tensor  # (samples,) labels, -1 where there is no sample
+    order: Tensor  # (steps, batch) samples of each minibatch by row number, -1 where there is none
+    val_x: Any  # (validation, ...) validation samples, for choices of the client itself
+    val_y: Tensor  # (validation,)
+    reference: Any  # (references, ...) unlabelled samples for methods with a `reference`
+    reference_order: Tensor  # (steps, batch) reference samples by row number, -1 where there is none
+    texts: Tensor  # (classes, texts, dim) the client's own descriptions, zeros where there are fewer
+    noise: Tensor  # (steps, values) standard normal, as many as the method's `noise` says
 
 
 class Batch(NamedTuple):
     x: Tensor  # (batch, ...)
     y: Tensor  # (batch,) valid labels also where real is False
-    real: Tensor  # (batch,) False where the row is padding
-    reference: Tensor  # (batch, ...) unlabelled rows, none if the method has no `reference`
+    real: Tensor  # (batch,) False for padding
+    reference: Tensor  # (batch, ...) unlabelled samples, none if the method has no `reference`
 
 
 def documented(default: Any, doc: str) -> Any:
-    """A field with its line in docs/reference/contract.md, which is made from the class."""
+    """Make a field with its line in docs/reference/contract.md, which is made from the class."""
     return field(default=default, metadata={"doc": doc})
 
 
@@ -177,8 +177,8 @@ TRAIT_GROUPS: dict[str, type] = {"training": TrainingTraits, "privacy": PrivacyT
 class Schedule:
     """Settings that engines and parts read; the defaults are for a method that has none of them."""
 
-    batch_size: int = documented(32, "rows of a minibatch")
-    local_epochs: int = documented(1, "times a client's rows are gone through in a round")
+    batch_size: int = documented(32, "samples of a minibatch")
+    local_epochs: int = documented(1, "passes over a client's samples in a round")
     lr: float = documented(0.0, "learning rate of a step")
     momentum: float = documented(0.0, "of `parts.sgd`")
     weight_decay: float = documented(0.0, "weight decay, added to the gradient")
@@ -186,7 +186,7 @@ class Schedule:
     eps: float = documented(1e-8, "of `parts.adam`")
 
     def steps(self, rows: int) -> tuple[int, int, int]:
-        """Epochs of so many rows, minibatches of each, and their size."""
+        """Return epochs, minibatches per epoch and their size, for so many samples."""
         return self.local_epochs, -(-rows // self.batch_size), self.batch_size
 
 
@@ -217,7 +217,7 @@ P = TypeVar("P", bound=Callable[..., Any])
 
 @runtime_checkable
 class Trained(Protocol):
-    """what a gradient part walks down; it may also give new values of tensors in `memory`"""
+    """what a gradient part minimises; it may also return new values of tensors in `memory`"""
 
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
@@ -265,8 +265,8 @@ class Described(Protocol):
 
 @runtime_checkable
 class ClassStatistics(Protocol):
-    """of an upload of class statistics: which classes it tells of, and (classes, dim) the means
-    it gives of them, if any; the contract test compares the first with `min_class_samples`"""
+    """of an upload of class statistics: which classes it covers, and (classes, dim) their means,
+    if it has any; the contract test compares the first with `min_class_samples`"""
 
     def covered_classes(self, upload: Tensors) -> Tensor: ...
     def class_means(self, upload: Tensors) -> Tensor | None: ...
@@ -281,7 +281,7 @@ class HeadProvider(Protocol):
 
 @runtime_checkable
 class Tempered(Protocol):
-    """the temperature of a head over cosines, where it is not the encoder's"""
+    """the temperature of a head over cosines, if it is not the encoder's"""
 
     @property
     def tau(self) -> float: ...
@@ -289,7 +289,7 @@ class Tempered(Protocol):
 
 @runtime_checkable
 class Conditioned(Tempered, Protocol):
-    """κ of a client's map, for the bound on how far clients pull a head apart"""
+    """κ, the condition number of a client's map, for the bound on client drift"""
 
     @property
     def lr(self) -> float: ...
@@ -298,7 +298,7 @@ class Conditioned(Tempered, Protocol):
 
 @runtime_checkable
 class Factored(Protocol):
-    """what is trained and uploaded where that is not what the server keeps"""
+    """what is trained and uploaded, if that is not what the server keeps"""
 
     def factors(self, frozen: Frozen) -> Tensors: ...
 
@@ -315,7 +315,7 @@ class Totalled(Protocol):
 
 @runtime_checkable
 class Matching(Protocol):
-    """(rows, classes, 2, patches) cosines of patches with a shared and a local prompt, for
+    """(samples, classes, 2, patches) cosines of patches with a shared and a local prompt, for
     `fedvlm explain`"""
 
     @property
@@ -342,18 +342,18 @@ OPTIONAL_PROTOCOLS: tuple[type, ...] = (
     Totalled,
     Matching,
 )
-GRADIENT_UPDATES: set[Callable[..., Any]] = set()  # updates that go down a `loss`
+GRADIENT_UPDATES: set[Callable[..., Any]] = set()  # updates that minimise a `loss`
 UPLOAD_SUMS: dict[Callable[..., Any], UploadSum] = {}  # aggregates that need only a sum of the uploads
 
 
 def gradient_update(part: P) -> P:
-    """Marks an update that goes down a `loss`: `register` asks for what it reads."""
+    """Mark an update that minimises a `loss`: `register` checks what it reads."""
     GRADIENT_UPDATES.add(part)
     return part
 
 
 def sums_uploads(kind: UploadSum) -> Callable[[P], P]:
-    """Marks an aggregate that needs only this sum of the uploads."""
+    """Mark an aggregate that needs only this sum of the uploads."""
 
     def mark(part: P) -> P:
         UPLOAD_SUMS[part] = kind
@@ -363,7 +363,7 @@ def sums_uploads(kind: UploadSum) -> Callable[[P], P]:
 
 
 def upload_sum(method: Method) -> UploadSum | None:
-    """What sum of the uploads a method's aggregate is a function of, if any is.
+    """Return the sum of the uploads that a method's aggregate depends on alone, if any.
 
     A method says so in its traits; the standard parts say so themselves.
     """
@@ -371,7 +371,7 @@ def upload_sum(method: Method) -> UploadSum | None:
 
 
 def as_stacked(method: Method) -> Stacked | None:
-    """The method where its `update_many` stands for its `update`.
+    """Return the method if its `update_many` belongs to its `update`.
 
     A class that writes `update`, `loss`, `predict` or `trains_in_epoch` anew does not mean an older
     `update_many`.
@@ -389,17 +389,17 @@ SCHEDULE_FIELDS = tuple(field.name for field in fields(Schedule))
 
 
 def schedule(method: Method) -> Schedule:
-    """How a method's minibatches are dealt and its steps are taken."""
+    """Return a method's settings of minibatches and optimiser."""
     return Schedule(**{key: getattr(method, key) for key in SCHEDULE_FIELDS if hasattr(method, key)})
 
 
 def setting(method: Method, name: str) -> Any:
-    """The value of a setting that not every method has; None where there is none."""
+    """Return a setting that not every method has, or None."""
     return getattr(method, name, None)
 
 
 def tunable_settings(method: Method) -> tuple[str, ...]:
-    """Settings worth choosing on validation rows."""
+    """Return the settings worth tuning on validation samples."""
     if method.traits.training.tunable is not None:
         return method.traits.training.tunable
     return ("lr",) if isinstance(method, Trained) else ()

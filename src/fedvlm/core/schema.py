@@ -1,7 +1,7 @@
-"""The one reader of tables: what a person wrote, against the fields of a dataclass.
+"""Read tables of settings and check them against the fields of a dataclass.
 
-Names, types and ranges are checked, and a refusal says the place. A range is that of the field, or
-of its name wherever it is a setting.
+Names, types and ranges are checked, and an error names the place. A range is that of the field, or that of its name
+wherever it is a setting.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ LIST_NAMES = {str: "names, as ['a', 'b']", int: "whole numbers, as [0, 1]", floa
 
 
 def check_type(key: str, value: Any, annotation: Any) -> None:
-    """Refuses a value that a field's annotation does not admit; a whole number passes as float."""
+    """Refuse a value that does not fit a field's annotation; an integer passes as float."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     accepted: list[str] = []
     suggestions: list[str] = []
@@ -43,9 +43,10 @@ def check_type(key: str, value: Any, annotation: Any) -> None:
             if kind is float and is_integer:
                 return
             list_name = LIST_NAMES[inner[0]] if is_variadic else f"{len(inner)} values"
-            accepted.append(list_name if inner else TYPE_NAMES.get(kind, f"a {kind.__name__}"))
-    hint = f"did you mean {suggestions[0]!r}? " if suggestions else ""
-    raise SettingsError(f"{key} = {value!r} does not fit; {hint}it takes {' or '.join(accepted)}")
+            if kind is not type(None):
+                accepted.append(list_name if inner else TYPE_NAMES.get(kind, f"a {kind.__name__}"))
+    hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
+    raise SettingsError(f"{key} must be {' or '.join(accepted)}, got {value!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ RANGES: dict[str, Range] = {
 
 
 def ranged_field(default: Any, range: Range) -> Any:
-    """A field whose numbers are held to a range; what is no number is its type's affair."""
+    """Make a field whose numbers must be in a range."""
     return field(default=default, metadata={"range": range})
 
 
 def list_field(default: tuple[Any, ...] = ()) -> Any:
-    """A field of many, where a person may write a single one without brackets."""
+    """Make a field of several values, where a single one may be written without brackets."""
     return field(default=default, metadata={"several": True})
 
 
@@ -139,7 +140,7 @@ def check_ranges(title: str, settings: Any) -> None:
 
 
 def read_value(key: str, value: Any, field_info: Field[Any]) -> Any:
-    """A value as a field has it, refused where type or range do not fit."""
+    """Return a value as the field stores it; refuse a wrong type or range."""
     if get_origin(field_info.type) is tuple:
         if field_info.metadata.get("several") and isinstance(value, str | int):
             value = (value,)
@@ -151,7 +152,7 @@ def read_value(key: str, value: Any, field_info: Field[Any]) -> Any:
 
 
 def read_fields(title: str, instance: Any) -> None:
-    """Holds a dataclass that was made by hand to its fields, in its `__post_init__`."""
+    """Check the fields of a dataclass in its `__post_init__`."""
     for field_info in fields(instance):
         value = read_value(f"{title}.{field_info.name}", getattr(instance, field_info.name), field_info)
         object.__setattr__(instance, field_info.name, value)
@@ -160,7 +161,7 @@ def read_fields(title: str, instance: Any) -> None:
 def check_settings(
     title: str, values: Mapping[str, Any], kind: Any, separator: str = ".", excluded: Any = ()
 ) -> dict[str, Any]:
-    """The values of a table by name, type and range; what is `given` is no name of it."""
+    """Return the values of a table, checked by name, type and range; `excluded` names are unknown."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{title} = {values!r}; write a table, as {title} = {{name = value}}")
     allowed = {setting.name: setting for setting in fields(kind) if setting.name not in excluded}
@@ -172,7 +173,7 @@ def check_settings(
 
 
 def read_table(kind: type[T], title: str, values: Mapping[str, Any], separator: str = ".", **preset: Any) -> T:
-    """A dataclass from a table and what is `given` beside it; `title` is where the table is."""
+    """Make a dataclass from a table and preset values; `title` names the table in errors."""
     values_by_name = check_settings(title, values, kind, separator, preset) | preset
     cls: Any = kind
     for setting in fields(cls):

@@ -53,14 +53,18 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
         _check_empty(root, columns["class"], inside, skipped + levels.index("class"))
     optional = (columns.get(level) for level in ("domain", "client", "split"))
     table = tabulate(root.stem, source, columns["class"], classes, *optional)
-    notes = [*_swap_note(root, levels, table), *_ignored_notes(root, files, folders, levels, skipped)]
+    notes = [
+        *_swap_note(root, levels, table, layout is not None),
+        *_ignored_notes(root, files, folders, levels, skipped),
+    ]
     return replace(table, notes=tuple(notes))
 
 
-def _swap_note(root: Path, levels: list[str], table: Dataset) -> list[str]:
-    """Warn if there are more domains than classes: the layout may be the wrong way round."""
+def _swap_note(root: Path, levels: list[str], table: Dataset, is_given: bool) -> list[str]:
+    """Warn if the layout may be the wrong way round: more domains than classes, far more if it was guessed."""
     domains = sorted(set(table.domains.tolist()))
-    if "domain" not in levels or len(domains) <= len(table.classes):
+    limit = len(table.classes) if is_given else max(20, 4 * len(table.classes))
+    if "domain" not in levels or len(domains) <= limit:
         return []
     swap = {"domain": "class", "class": "domain"}
     return [

@@ -1,1 +1,1 @@
-"""Between machines: kits with certificates and keys, and the processes of server and sites."""
+"""Run experiments between machines: identity, messages, server, sites and operations."""

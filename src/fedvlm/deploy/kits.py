@@ -51,7 +51,7 @@ HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class ServerKit:
-    """server.toml in the server's folder."""
+    """Hold server.toml of the server's folder."""
 
     folder: Path
     address: str  # host:port, as the sites reach it
@@ -65,7 +65,7 @@ class ServerKit:
 
 @dataclass(frozen=True)
 class SiteKit:
-    """site.toml in a site's kit."""
+    """Hold site.toml of a site's kit."""
 
     folder: Path
     name: str
@@ -88,8 +88,8 @@ def _read(kind: type[K], path: Path) -> K:
     table = read_toml(path)
     if (kit_format := table.pop("format", 1)) != KIT_FORMAT:
         raise SettingsError(
-            f"{path}: this fedvlm needs kits of format {KIT_FORMAT}, got format {kit_format}; create new kits: "
-            "fedvlm deploy init"
+            f"{path}: this fedvlm needs kits of format {KIT_FORMAT}, got format {kit_format}; create new kits: fedvlm "
+            "deploy init"
         )
     return read_table(kind, str(path), table, ": ", folder=path.parent)
 
@@ -103,7 +103,7 @@ def read_site(folder: Path) -> SiteKit:
 
 
 def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
-    """The kit with what was said on the command line."""
+    """Return the kit with the options of the command line."""
     options = dict(options)
     if Path(str(options.get("data", ""))).exists() and options.get("data"):
         options["data"] = str(Path(options["data"]).resolve())
@@ -111,19 +111,19 @@ def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
 
 
 def write_site(kit: SiteKit) -> None:
-    """Writes what a kit says into its site.toml."""
+    """Write a kit's options into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
     table = {"format": KIT_FORMAT, **{name: value for name, value in values.items() if value}}
     write_file(kit.folder / "site.toml", to_toml(table).encode())
 
 
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
-    """Writes the server's folder, and for a rehearsal a kit per site with a key made here."""
+    """Create the server's folder, and for a rehearsal a kit per site with a key made here."""
     _check_new_kits(folder, sites)
     if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
         raise SettingsError(
-            f"host = {host!r} and port = {port} are no address; name the server as the sites reach "
-            "it, as clinic.example or 192.0.2.7, and a port up to 65535"
+            f"host = {host!r} and port = {port} are not an address; name the server as the sites reach it, e.g. "
+            "clinic.example or 192.0.2.7, and a port up to 65535"
         )
     address = f"{host}:{port}"
     signing, server_pub = create_key_pair()
@@ -153,7 +153,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
 
 
 def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificate: bytes) -> None:
-    """A site's folder with what its server says; what is the site's own to say stays as it is."""
+    """Fill a site's folder with what its server sent; the site's own files stay as they are."""
     for file, data in (
         (CERTIFICATE, certificate),
         ("server.pub", site_certificate.server.encode()),
@@ -169,9 +169,7 @@ def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificat
 
 def check_name(name: str) -> None:
     if not SITE_NAME.fullmatch(name):
-        raise SettingsError(
-            f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, 63 at most"
-        )
+        raise SettingsError(f"the site name {name!r} is invalid; use at most 63 letters, digits, spaces, dots, - and _")
 
 
 def _check_new_kits(folder: Path, sites: Sequence[str]) -> None:
@@ -184,7 +182,7 @@ def _check_new_kits(folder: Path, sites: Sequence[str]) -> None:
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """A file only its owner can read, from its first byte on."""
+    """Write a file that only its owner can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -193,18 +191,16 @@ def write_secret(path: Path, data: bytes) -> None:
 
 def site_readme(name: str) -> str:
     return (
-        f"This folder is the site's, and nobody else's: `key` is its secret.\n"
-        f"Read policy.toml: it says what this site answers, whatever the server asks.\n"
-        f"Start the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
+        "This folder belongs to the site alone: `key` is its secret.\nRead policy.toml: it says what this site allows, "
+        f"whatever the server asks.\nStart the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
     )
 
 
 def server_readme() -> str:
     return (
-        "Keep this folder on the server: all *.key files are its secrets.\n"
-        "Give invitation.json to sites that are to join; fedvlm deploy admit lets them in.\n"
-        "Start the server: fedvlm deploy server server\n"
-        "Run an experiment over the sites: fedvlm deploy run server experiment.toml\n"
+        "Keep this folder on the server: all *.key files are its secrets.\nGive invitation.json to sites that should "
+        "join; fedvlm deploy admit admits them.\nStart the server: fedvlm deploy server server\nRun an experiment over "
+        "the sites: fedvlm deploy run server experiment.toml\n"
     )
 
 
@@ -213,11 +209,11 @@ SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by it
 
 
 def write_backup(folder: Path, file: Path) -> int:
-    """Writes the file; how many files are in it. A site must not be running."""
+    """Write a backup file and return how many files it holds; a site must not be running."""
     if not any((folder / name).is_file() for name in KIT_FILES):
-        raise SettingsError(f"{folder} is no server's folder and no site's kit; name one")
+        raise SettingsError(f"{folder} is neither a server's folder nor a site's kit; name one")
     if file.exists() or file.resolve().is_relative_to(folder.resolve()):
-        raise SettingsError(f"{file} is there already, or inside {folder}; name a new file elsewhere")
+        raise SettingsError(f"{file} exists already, or is inside {folder}; name a new file elsewhere")
     with exclusive_lock(folder / ".lock", f"{folder} is in use; stop the site first"), _snapshot(folder) as copy:
         write_index(copy)
         names = [INDEX_FILE, *sorted(_relative_files(copy) - {INDEX_FILE})]
@@ -230,9 +226,9 @@ def write_backup(folder: Path, file: Path) -> int:
 
 
 def restore_backup(file: Path, folder: Path) -> int:
-    """Writes the folder, which must be new, if all of the file is sound; how many files it has."""
+    """Restore a backup into a new folder if it is intact; return the number of files."""
     if folder.exists():
-        raise SettingsError(f"{folder} is there already; keys are never overwritten: name a new one")
+        raise SettingsError(f"{folder} exists already; keys are never overwritten: name a new folder")
     with explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / "folder"
         make_private_folder(made)
@@ -242,10 +238,10 @@ def restore_backup(file: Path, folder: Path) -> int:
             bad = check_index(made)
             extra = _relative_files(made) - {INDEX_FILE}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
-            raise DataError(f"{file} is no whole backup ({error}); take another") from error
+            raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
             name, problem = next(iter(bad.items()))
-            raise DataError(f"{file} is damaged: {name} {problem}; take another")
+            raise DataError(f"{file} is damaged: {name} {problem}; use another backup")
         (made / INDEX_FILE).unlink()
         made.rename(folder)
     return len(extra)
@@ -257,7 +253,7 @@ def _relative_files(folder: Path) -> set[str]:
 
 @contextmanager
 def _snapshot(folder: Path) -> Iterator[Path]:
-    """The files of a folder at one moment; databases by their own means, no locks, no drafts."""
+    """Copy the files of a folder at one moment: databases by their own backup, no locks, no drafts."""
     with tempfile.TemporaryDirectory() as place:
         for path in sorted(folder.rglob("*")):
             if not path.is_file() or path.is_symlink() or path.name[0] == ".":

@@ -46,9 +46,9 @@ WITHDRAWAL_PREFIX = b"fedvlm withdrawal\n"  # no reply of a round is a withdrawa
 
 
 def withdraw(folder: Path, by: str) -> Path:
-    """Ends all answers of this site from now on; the file for its server."""
+    """End all replies of this site from now on; return the file for its server."""
     if not by.strip():
-        raise SettingsError("nobody is named; say who withdraws, as --by 'A. Person'")
+        raise SettingsError("nobody is named; name who withdraws, e.g. --by 'A. Person'")
     kit, certificate, sign = read_site(folder), read_own_certificate(folder), Signer(folder / "key", WITHDRAWAL_PREFIX)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
@@ -69,7 +69,7 @@ def withdraw(folder: Path, by: str) -> Path:
 
 
 def _summed_uploads(place: Path) -> list[Message]:
-    """What this site uploaded in a training whose uploads are plain sums."""
+    """Return the uploads of a training whose uploads are plain sums."""
     try:
         spec = read_json(place / "training.json")
         settings = build(spec["identity"])
@@ -85,16 +85,16 @@ Uploads = Mapping[int, Tensors]  # of one site, by round
 
 
 class NotRemovableError(FederationError):
-    """A contribution that cannot be taken out: only a new run forgets it."""
+    """A contribution that cannot be removed: only a new run is without it."""
 
 
 def removal_obstacle(settings: Settings) -> str:
-    """Why no site's contribution to such a run can be taken out, or nothing."""
+    """Return why no site's contribution to such a run can be removed, or nothing."""
     method, channel = settings.method, settings.channel
     if upload_sum(method) != "total":
-        return f"what {method.name} shares is trained or averaged, and no plain sum of uploads"
+        return f"what {method.name} shares is trained or averaged, and not a plain sum of uploads"
     if channel.secure:
-        return "the server has only seen a secure sum"
+        return "the server has seen only a secure sum"
     if channel.noise_multiplier or setting(method, "noise_multiplier"):
         return "the uploads had noise"
     if channel.aggregation != "mean":
@@ -102,7 +102,7 @@ def removal_obstacle(settings: Settings) -> str:
     if channel.quantise:
         return "the uploads were rounded to 8 bits"
     if method.rounds > MAX_CACHED_REPLIES:
-        return f"a site keeps its last {MAX_CACHED_REPLIES} answers, and {method.name} takes {method.rounds}"
+        return f"a site keeps its last {MAX_CACHED_REPLIES} replies, and {method.name} takes {method.rounds}"
     return ""
 
 
@@ -112,7 +112,7 @@ def upload_digest(upload: Tensors) -> str:
 
 @dataclass
 class UploadSums:
-    """The sums of one training, in a file."""
+    """Keep the sums of uploads of one training in a file."""
 
     path: Path
     before: dict[int, Tensors] = field(default_factory=dict)  # shared before a round
@@ -141,21 +141,21 @@ class UploadSums:
         }
         write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
 
-    def add(self, number: int, shared: Tensors, arrived: DecodedUploads) -> None:
-        """A round as it was aggregated."""
+    def add(self, number: int, shared: Tensors, decoded: DecodedUploads) -> None:
+        """Add a round as it was aggregated."""
         self.before[number] = shared
-        self.total[number] = _sum_uploads(arrived.uploads)
+        self.total[number] = _sum_uploads(decoded.uploads)
         self.sites[number] = {
-            id: {"digest": upload_digest(upload), "rows": float(rows), "plain": id in arrived.unchanged_without}
-            for id, upload, rows in zip(arrived.ids, arrived.uploads, arrived.weights, strict=True)
+            id: {"digest": upload_digest(upload), "rows": float(rows), "plain": id in decoded.unchanged_without}
+            for id, upload, rows in zip(decoded.ids, decoded.uploads, decoded.weights, strict=True)
         }
         self.write()
 
     def remove_site(self, method: Method, site: str, uploads: Uploads) -> Tensors:
-        """What would be shared in the end if the site had never taken part; it is taken out of the
-        sums here, and the file is for the caller to write."""
+        """Return what would be shared if the site had never taken part, and subtract it here; the caller writes the
+        file."""
         if sorted(self.sites) != list(range(method.rounds)):
-            raise NotRemovableError("not all of its rounds were noted")
+            raise NotRemovableError("not all of its rounds were recorded")
         shared = self.before[0]
         for number in range(method.rounds):
             other_sites = self.sites[number].keys() - {site}
@@ -163,7 +163,7 @@ class UploadSums:
                 raise NotRemovableError("nobody else took part")
             for id in other_sites:
                 if not are_equal(method.send(shared, id), method.send(self.before[number], id)):
-                    raise NotRemovableError(f"the others answered round {number + 1} to what it had changed before")
+                    raise NotRemovableError(f"the others' uploads of round {number + 1} depend on its earlier ones")
             self.before[number] = shared
             if site in self.sites[number]:
                 self._subtract(number, site, uploads.get(number))
@@ -177,16 +177,16 @@ class UploadSums:
         if upload is None:
             raise NotRemovableError(f"its upload of round {number + 1} is not in what it sent")
         if not entry["plain"]:
-            raise NotRemovableError(f"in round {number + 1} the bound on changes was at work, with it or without it")
+            raise NotRemovableError(f"in round {number + 1} the bound changed uploads, with it or without it")
         if upload_digest(upload) != entry["digest"]:
-            raise FederationError(f"what it says it has uploaded in round {number + 1} is not what was accepted of it")
+            raise FederationError(f"the upload that it claims for round {number + 1} is not what was accepted from it")
         total = self.total[number]
         self.total[number] = {key: total[key] - upload[key].to(total[key].dtype) for key in total}
         del self.sites[number][site]
 
 
 def _sum_uploads(uploads: Sequence[Tensors]) -> Tensors:
-    """Finer than uploads are: what is added and taken away again leaves no trace."""
+    """Sum in higher precision than uploads have, so that adding and subtracting one leaves no trace."""
     out: Tensors = {}
     for upload in uploads:
         for key, tensor in upload.items():
@@ -200,12 +200,12 @@ def _strip_prefix(values: Tensors, name: str) -> Tensors:
 
 
 MAX_WITHDRAWAL_BYTES = 1 << 30  # bytes of a file from a site
-NEW_RUN_NEEDED = "only a new run forgets it"
+NEW_RUN_NEEDED = "only a new run is without it"
 
 
 @dataclass(frozen=True)
 class WithdrawalResult:
-    """What became of a site's contribution to one training."""
+    """Hold what became of a site's contribution to one training."""
 
     run: str
     training: str
@@ -213,15 +213,15 @@ class WithdrawalResult:
     reason: str = ""  # it is not, if it is not
 
     def __str__(self) -> str:
-        end = "taken out of what is shared" if self.removed else f"not taken out: {self.reason}; {NEW_RUN_NEEDED}"
+        end = "removed from the shared tensors" if self.removed else f"not removed: {self.reason}; {NEW_RUN_NEEDED}"
         return f"{self.run}, {self.training}: {end}"
 
 
 def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -> tuple[str, list[WithdrawalResult]]:
-    """Takes a site out by the file that it signed; its name, and what became of what it gave.
+    """Remove a site by the file that it signed; return its name and what became of its contributions.
 
-    Nothing is changed if the file is not the site's, or says what was never accepted of it; nor
-    while a run is going on. The site's key ends, so the same file is never taken twice.
+    Nothing changes if the file is not the site's, or claims uploads that were never accepted from it, or while a run is
+    going on. The site's key is revoked, so the same file is never applied twice.
     """
     site, uploads = read_withdrawal(kit, file)
     folders = [path.parent for path in sorted((kit.folder / "runs").glob("*/manifest.json"))]
@@ -238,7 +238,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
         {
             "run": plan_item.run,
             "training": plan_item.training,
-            "what": "taken out" if plan_item.removed else plan_item.reason,
+            "what": "removed" if plan_item.removed else plan_item.reason,
         }
         for plan_item in (plan.result for plan in plans)
     ]
@@ -250,7 +250,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
 
 
 def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int, Tensors]]]:
-    """Whose it is, and its uploads by training and round, if its site has signed it."""
+    """Return the site that signed the file, and its uploads by training and round."""
     try:
         message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES))
         fields = parse(Withdrawal, message.header, "the withdrawal")
@@ -258,7 +258,7 @@ def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}); name the site's file") from error
     except Exception as error:
-        raise DataError(f"{file} is no withdrawal, or damaged ({error}); send it again") from error
+        raise DataError(f"{file} is not a withdrawal, or damaged ({error}); send it again") from error
     certificate: SiteCertificate = current_certificate(kit.folder, fields.client)
     Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
     if fields.federation != certificate.federation:
@@ -271,7 +271,7 @@ def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int
 
 @dataclass
 class RemovalPlan:
-    """One training without the site: computed first for all, then written."""
+    """Hold one training without the site: computed for all trainings first, then written."""
 
     result: WithdrawalResult
     record: Record
@@ -281,7 +281,7 @@ class RemovalPlan:
     shared: Tensors | None = None
 
     def apply(self) -> None:
-        """In an order in which a crash leaves what can be done again."""
+        """Write the files in an order that can be repeated after a crash."""
         if self.sums is None or self.shared is None:
             return
         path = self.record.folder / "trainings" / f"{self.name}.safetensors"
@@ -307,14 +307,9 @@ def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tenso
 
 
 def _removal_plan(
-    record: Record,
-    settings: Settings,
-    training: Training,
-    seed: int,
-    site: str,
-    uploads: dict[str, dict[int, Tensors]],
+    record: Record, settings: Settings, training: Training, seed: int, site: str, uploads: dict[str, dict[int, Tensors]]
 ) -> RemovalPlan | None:
-    """None if the site gave nothing to this training, or it was taken out already."""
+    """Return None if the site contributed nothing to this training, or was removed before."""
     name = file_name(training, seed)
     lines = [line for line in record.lines() if line["training"] == name]
     sent = any(line["clients"].get(site, {}).get("bytes_up") for line in lines)

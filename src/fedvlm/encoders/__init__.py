@@ -1,6 +1,6 @@
 """Encoders: what they offer, the kinds there are, and how to open one by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -76,6 +76,13 @@ class Batching(Protocol):
 
     @property
     def batch(self) -> int: ...
+
+
+@runtime_checkable
+class WarningEncoder(Protocol):
+    """An encoder that calls `warn` about problems while it embeds."""
+
+    warn: Callable[[str], None] | None
 
 
 @dataclass(frozen=True)

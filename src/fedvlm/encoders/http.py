@@ -1,4 +1,10 @@
-"""A black-box encoder behind a URL: images go there as they are, embeddings come back."""
+"""The client of an encoder server: images are sent as they are, embeddings come back.
+
+POST /embed takes {"images": [base64 of a file, ...], "patches": false}, POST /text takes {"sentences": [...]}; both
+return {"fingerprint": ..., "pooled": array, "patches": array or null}. An array is {"dtype": "float32", "shape": [...],
+"data": base64 of little-endian values}. GET /info returns name, dim, scale, offers, fingerprint, preprocess, max_batch
+and max_bytes.
+"""
 
 import os
 import random
@@ -22,20 +28,22 @@ from fedvlm.encoders import Vectors
 from fedvlm.errors import EncoderError, SettingsError
 
 TOKEN_VARIABLE = "FEDVLM_ENCODER_TOKEN"
-MAX_REPLY_SECONDS = 600.0  # seconds for a whole answer, however often a byte of it comes
-MAX_DIM = 1 << 16  # of an embedding; known ones have at most a few thousand numbers
+MAX_REPLY_SECONDS = 600.0  # for a complete reply, however slowly it arrives
+MAX_DIM = 1 << 16  # of an embedding; known ones have at most a few thousand
 MAX_PATCHES = 1 << 14
-MAX_REPLY_BYTES = 1 << 30  # of any answer
-MAX_WAIT_SECONDS = 60.0  # seconds between two tries, whatever the server asks for
+MAX_REPLY_BYTES = 1 << 30
+MAX_WAIT_SECONDS = 60.0  # between two attempts, whatever the server asks for
 
 
 class Http:
-    """The client of `fedvlm serve-encoder`, or of anything that answers as arrays.py says.
+    """The client of `fedvlm serve-encoder`, or of any server with the same interface.
 
     `drift` is how far the same image's two embeddings were apart; None before the first batch.
     """
 
     preprocess = None  # the server takes the encoded bytes themselves
+    max_seconds = MAX_REPLY_SECONDS
+    warn: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -44,17 +52,14 @@ class Http:
         token_file: str | Path | None = None,
         ca_file: str | Path | None = None,
         timeout: float = 60.0,
-        longest: float = MAX_REPLY_SECONDS,
         retries: int = 5,
-        wait: float = 0.5,  # seconds before the first new try; doubles from try to try
+        wait: float = 0.5,  # seconds before the first retry; doubles with every retry
         tolerance: float = 1e-3,
-        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.name = f"http:{self.url}"
         self.drift: float | None = None
-        self._retries, self._wait, self._tolerance, self._warn = retries, wait, tolerance, warn
-        self._longest = longest
+        self._retries, self._wait, self._tolerance = retries, wait, tolerance
         self._client = _client(self.url, token_file, ca_file, timeout)
         finalize(self, self._client.close)
         info = self._request("GET", "/info")
@@ -67,14 +72,14 @@ class Http:
             self.identity = {"kind": "http", "server": str(info["fingerprint"])}
         except (KeyError, TypeError, ValueError) as error:
             raise EncoderError(
-                f"{self.url}/info does not answer as an encoder server ({error!r}); check the URL"
+                f"{self.url}/info is not the reply of an encoder server ({error!r}); check the URL"
             ) from error
         if "image" not in self.offers:
-            raise EncoderError(f"{self.url} offers no image embeddings; ask for another server")
+            raise EncoderError(f"{self.url} offers no image embeddings; use another server")
 
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
         if patches and "patches" not in self.offers:
-            raise EncoderError(f"{self.name} has no patch embeddings; take an hf: encoder")
+            raise EncoderError(f"{self.name} has no patch embeddings; use an hf: encoder")
         files = [bytes(image) for image in batch]
         parts = [self._embed(part, patches) for part in self._parts(files)]
         if self.drift is None and files:
@@ -95,15 +100,15 @@ class Http:
         return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
 
     def _parts(self, files: list[bytes]) -> Iterator[list[bytes]]:
-        """As many images at a time as the server takes."""
+        """Split images into requests that the server accepts."""
         part: list[bytes] = []
         used, room = 0, self._max_bytes - 1000  # for the braces around the images
         for file in files:
             size = 4 * len(file) // 3 + 10
             if size > room:
                 raise EncoderError(
-                    f"an image of {len(file):,} bytes is more than {self.url} takes "
-                    f"({self._max_bytes:,} for a request); scale it down first"
+                    f"an image of {len(file):,} bytes is more than {self.url} accepts "
+                    f"({self._max_bytes:,} per request); scale it down first"
                 )
             if part and (used + size > room or len(part) == self._max_batch):
                 yield part
@@ -123,14 +128,14 @@ class Http:
         return Vectors(pooled, self._array(answer, "patches", len(files), 3).astype(np.float16))
 
     def _probe(self, file: bytes, first: NDArray[np.float32]) -> None:
-        """The same image once more. The first vector is the one that is kept."""
+        """Embed the same image again to measure the drift; the first vector is used."""
         again = self._embed([file], patches=False).pooled[0]
         first_unit, second_unit = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
         self.drift = float(np.abs(first_unit - second_unit).max())
-        if self.drift > self._tolerance and self._warn is not None:
-            self._warn(
-                f"{self.name} gave the same image two embeddings {self.drift:.2g} apart; "
-                "the first is kept, and no other machine will get exactly the same"
+        if self.drift > self._tolerance and self.warn is not None:
+            self.warn(
+                f"{self.name} returned two embeddings of the same image that differ by {self.drift:.2g}; "
+                "the first is used, and the run cannot be reproduced exactly"
             )
 
     def _array(self, answer: dict[str, Any], key: str, rows: int, axes: int) -> NDArray[Any]:
@@ -142,22 +147,24 @@ class Http:
         try:
             values = decode_array(answer[key])
         except (KeyError, TypeError, ValueError) as error:
-            raise EncoderError(f"{self.url} answers no array {key!r} ({error!r})") from error
+            raise EncoderError(
+                f"{self.url} returned no array {key!r} ({error!r}); report it to the server's owner"
+            ) from error
         if values.ndim != axes or len(values) != rows or values.shape[-1] != self.dim:
             raise EncoderError(
-                f"{self.url} answers {key} of {values.shape} to {rows} rows; "
-                f"its vectors should have length {self.dim}: ask its owner"
+                f"{self.url} returned {key} of {values.shape} for {rows} rows; "
+                f"its vectors must have length {self.dim}: report it to the server's owner"
             )
         good = np.isfinite(values).all(axis=tuple(range(1, axes)))
         if not good.all():
             row = int(np.flatnonzero(~good)[0])
-            raise EncoderError(f"{self.url} answers NaN or infinity in {key} of row {row} of {rows}; ask its owner")
+            raise EncoderError(f"{self.url} returned NaN or infinity in {key} of row {row} of {rows}; report it")
         return values
 
     def _request(
         self, verb: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = 1 << 16
     ) -> dict[str, Any]:
-        """One request; what may pass (429, 5xx, no answer) is tried again after a while."""
+        """Send a request; retry temporary errors (429, 5xx, no reply) with exponential backoff."""
         import httpx
 
         problem = ""
@@ -185,40 +192,40 @@ class Http:
                 time.sleep(min(max(backoff, retry_after or 0.0), MAX_WAIT_SECONDS))
         raise EncoderError(
             f"{self.url}{path} failed {self._retries + 1} times ({problem}); check the URL and "
-            "whether the server runs, then run again: what it has embedded is kept"
+            "whether the server runs, then run again: finished embeddings are cached"
         )
 
     def _read_response(self, verb: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> Any:
-        """One answer, all of it, within its limits of bytes and of time."""
+        """Read one complete reply within its limits of bytes and of time."""
         import httpx
 
         timed_out = threading.Event()
 
         def stop() -> None:
             timed_out.set()
-            self._client.close()  # also an answer whose header drips ends with its connection
+            self._client.close()  # ends also a reply whose header never completes
 
-        timer = threading.Timer(self._longest, stop)
+        timer = threading.Timer(self.max_seconds, stop)
         timer.daemon = True
         timer.start()
         try:
             with self._client.stream(verb, path, json=body) as answer:
                 if coding := answer.headers.get("content-encoding"):
                     raise EncoderError(
-                        f"{self.url}{path} answers packed ({coding}), which was not asked for; "
+                        f"{self.url}{path} returned a compressed reply ({coding}), which was not requested; "
                         "switch that off at the server or the proxy before it"
                     )
                 raw = bytearray()
                 for part in answer.iter_raw():
                     raw += part
                     if len(raw) > max_bytes:
-                        raise EncoderError(f"{self.url}{path} answers more than {max_bytes:,} bytes; ask its owner")
+                        raise EncoderError(f"{self.url}{path} returned more than {max_bytes:,} bytes; report it")
                 return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(raw))
         except (httpx.TransportError, RuntimeError) as error:
             if timed_out.is_set():
                 raise EncoderError(
-                    f"{self.url}{path} took longer than {self._longest:g} seconds for one answer; "
-                    "ask its owner, or allow more by longest"
+                    f"{self.url}{path} took longer than {self.max_seconds:g} seconds for one reply; "
+                    "report it to the owner of the server"
                 ) from error
             raise
         finally:
@@ -230,12 +237,12 @@ class Http:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise EncoderError(f"{self.url} does not answer JSON objects; check the URL")
+            raise EncoderError(f"{self.url} does not return JSON objects; check the URL")
         return value
 
 
 def max_reply_bytes(rows: int, dim: int, patches: bool = False) -> int:
-    """Bytes of a sound answer: float32 in base64, and for patches as many as any grid has."""
+    """Return the largest size of a valid reply: float32 in base64, and MAX_PATCHES patches."""
     bytes_per_value = 6 + (3 * MAX_PATCHES if patches else 0)
     return min((1 << 16) + rows * dim * bytes_per_value, MAX_REPLY_BYTES)
 
@@ -246,14 +253,14 @@ def _client(url: str, token_file: str | Path | None, ca_file: str | Path | None,
     except ImportError as error:
         raise EncoderError("httpx is not installed; pip install 'fedvlm[http]'") from error
     token = read_token(token_file) if token_file else os.environ.get(TOKEN_VARIABLE, "")
-    # packed answers would have to be unpacked before anybody knows how large they are
+    # the size of a compressed reply is not known before it is unpacked
     headers = {"Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     try:
         verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
         return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
     except (OSError, ValueError, httpx.InvalidURL) as error:
-        raise EncoderError(f"{url} cannot be asked ({error}); check the URL and ca_file") from error
+        raise EncoderError(f"{url} cannot be used ({error}); check the URL and ca_file") from error
 
 
 def _detail(answer: Any) -> str:
@@ -264,7 +271,7 @@ def _detail(answer: Any) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a number or a date."""
+    """Parse a Retry-After header, a number of seconds or a date."""
     if value is None:
         return None
     try:
@@ -278,7 +285,7 @@ def _retry_after(value: str | None) -> float | None:
 
 
 DTYPES = {"float32": "<f4", "float16": "<f2"}
-REMOTE_OFFERS = frozenset({"image", "text", "patches"})  # weights and gradients are never among them
+REMOTE_OFFERS = frozenset({"image", "text", "patches"})  # never weights or gradients
 
 
 def encode_array(values: NDArray[Any]) -> dict[str, Any]:
@@ -288,7 +295,7 @@ def encode_array(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def decode_array(array: Any) -> NDArray[Any]:
-    """Raises ValueError or a kin of it on anything that is not an array of `pack`."""
+    """Decode an array of `encode_array`; raise ValueError, KeyError or TypeError for anything else."""
     data = b64decode(array["data"], validate=True)
     return np.frombuffer(data, DTYPES[array["dtype"]]).reshape(array["shape"])
 

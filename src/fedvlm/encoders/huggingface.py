@@ -1,7 +1,6 @@
 """Encoders of the transformers library: CLIP, SigLIP, and vision models without text.
 
-All offer pooled and patch embeddings. A patch embedding is what pooling would give if it looked at
-that patch alone:
+All offer pooled and patch embeddings. A patch embedding is what pooling would return for that patch alone:
 CLIP: the token through the last layer norm and the projection, as the class token goes.
 SigLIP: the token through the last layer norm and the pooling head's value path and MLP.
 ViT, DINOv2: the token after the last layer norm, beside the class token.
@@ -38,7 +37,7 @@ FAMILIES = {
     "dinov2": ("Dinov2Model", "Bit"),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Bit"),
 }
-DEFAULT_LOGIT_SCALE = 100.0  # of vision models, which have no logit scale: CLIP's
+DEFAULT_LOGIT_SCALE = 100.0  # CLIP's, for vision models, which have none
 
 
 class HuggingFace(TorchEncoder):
@@ -97,7 +96,7 @@ class HuggingFace(TorchEncoder):
         return side if isinstance(side, tuple) else (side or 224,) * 2
 
     def _image(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Pooled embeddings and the last hidden states of the patches."""
+        """Return pooled embeddings and the last hidden states of the patches."""
         if self.kind in ("clip", "siglip"):
             answer = self.model.get_image_features(pixel_values=pixels)
             pooled = answer.pooler_output
@@ -123,7 +122,7 @@ class HuggingFace(TorchEncoder):
     @torch.inference_mode()
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
-            raise EncoderError(f"{self.name} has no text; take a CLIP or SigLIP model")
+            raise EncoderError(f"{self.name} has no text; use a CLIP or SigLIP model")
         room = self.model.config.text_config.max_position_embeddings
         rows = self.tokenizer(list(sentences))["input_ids"]
         check_length(self.name, sentences, rows, room)
@@ -139,14 +138,14 @@ class HuggingFace(TorchEncoder):
         return normalize(features.float(), dim=-1).cpu()
 
     def image_tower(self) -> ImageTower:
-        """The differentiable way from weights and pixels to pooled embeddings."""
+        """Return the differentiable image tower from weights and pixels to pooled embeddings."""
         tower = ImageTower(self.model, lambda pixels: self._image(pixels)[0])
-        return tower.to(CPU) if self.half else tower  # engines place it
+        return tower.to(CPU) if self.half else tower  # engines move it to their device
 
     def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
-        """The differentiable way from context vectors to the features of these classes."""
+        """Return the differentiable text tower from context vectors to the features of these classes."""
         if "text tower" not in self.offers:
-            raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
+            raise EncoderError(f"{self.name} has no text tower for prompts; use a CLIP model")
         text, config = self.model.text_model, self.model.config.text_config
         tokens, cut = tokenize_classes(lambda sentences: self.tokenizer(sentences)["input_ids"], classes, template)
         tower = TextTower(
@@ -164,17 +163,17 @@ class HuggingFace(TorchEncoder):
 
 
 def load(source: str | Path, local_only: bool) -> tuple[Any, Any, Any, Pixels]:
-    """Configuration, model, tokenizer (or None) and preprocessing; `kept`: no Hub is asked."""
+    """Load configuration, model, tokenizer (or None) and preprocessing; `local_only`: without the Hub."""
     import transformers
 
     folder = Path(source).expanduser()
     location = str(folder) if folder.is_dir() else str(source)
-    # said aloud, because left out it means "ask": a model brings weights and words, never code
+    # explicit, because the default may ask the user: code of a model is never run
     options = {"local_files_only": local_only, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(location, **options)
     if config.model_type not in FAMILIES:
         raise EncoderError(
-            f"{source} is a model of type {config.model_type!r}; types that work are {', '.join(FAMILIES)}"
+            f"{source} is a model of type {config.model_type!r}; supported types are {', '.join(FAMILIES)}"
         )
     preprocess = _pixels(transformers, location, config.model_type, options)
     family = getattr(transformers, FAMILIES[config.model_type][0])
@@ -210,7 +209,7 @@ def _pixels(transformers: Any, location: str, kind: str, options: dict[str, Any]
     processed = processor_class(**settings).to_dict()
     size, crop = processed["size"], processed.get("crop_size")
     if processed.get("do_resize") and set(size) not in ({"height", "width"}, {"shortest_edge"}):
-        raise EncoderError(f"{location} resizes to {size}; fedvlm knows height, width, shortest_edge")
+        raise EncoderError(f"{location} resizes to {size}; supported are height and width, or shortest_edge")
     normal = processed.get("do_normalize")
     return Pixels(
         size=(size.get("shortest_edge") or (size["height"], size["width"])) if processed.get("do_resize") else None,
@@ -241,7 +240,7 @@ def _layer(layer: Any) -> Layer:
 
 @contextmanager
 def explain_load_errors(name: str, source: str | Path) -> Iterator[None]:
-    """Turns what transformers raises about files and the Hub into one sentence with a remedy."""
+    """Turn exceptions of transformers about files and the Hub into an EncoderError with a remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -256,7 +255,7 @@ def explain_load_errors(name: str, source: str | Path) -> Iterator[None]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """No progress bars and no load reports while a model is opened; what is wrong is raised."""
+    """Silence the progress bars and load reports of transformers; problems are raised."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

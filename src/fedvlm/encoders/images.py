@@ -1,4 +1,7 @@
-"""Encoded bytes to an RGB image, refusing by name whatever is not a sound image."""
+"""Decode and preprocess images: from encoded bytes to the array an encoder takes, also in worker processes.
+
+Worker processes import this module, which does not import torch.
+"""
 
 import math
 import os
@@ -24,30 +27,30 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from fedvlm.encoders import Preprocess
 from fedvlm.errors import DataError
 
-# Only these are ever tried: other Pillow formats start interpreters or are rarely tested.
+# Only these are tried: other formats of Pillow start interpreters or are rarely tested.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 PIXEL_LIMIT = 64_000_000  # above any camera we know; 17 kB of PNG can claim 144 megapixels
 ASPECT_LIMIT = 200  # resizing the short side to 224 multiplies a sliver of one pixel by 224²
 
 
 def decode(data: bytes) -> Image.Image:
-    """The first frame, upright, on white where it is transparent."""
+    """Decode the first frame, upright, on white where it is transparent."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about what is refused or harmless here
+        warnings.simplefilter("ignore")  # about what is refused or harmless here
         try:
             with open_checked(data) as image:
                 image.load()
                 return to_rgb(upright(image), image.format)
         except DataError:
             raise
-        except Exception as error:  # Pillow's readers raise nearly every kind on broken bytes
+        except Exception as error:  # Pillow raises nearly every kind on broken bytes
             raise DataError(
                 f"the image is truncated or damaged ({type(error).__name__}: {error}); replace or remove it"
             ) from error
 
 
 def open_checked(data: bytes) -> Image.Image:
-    """Reads the header alone, so that a small file which claims to be huge costs nothing."""
+    """Read the header only, so that a small file that claims to be huge costs nothing."""
     if not data:
         raise DataError("the image has 0 bytes; replace or remove it")
     try:
@@ -70,7 +73,7 @@ def open_checked(data: bytes) -> Image.Image:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF says; damaged EXIF says nothing, the pixels are still good."""
+    """Rotate an image by its EXIF data; ignore damaged EXIF data."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
@@ -94,7 +97,7 @@ def to_rgb(image: Image.Image, format: str | None) -> Image.Image:
 
 
 def from_16_bits(image: Image.Image) -> Image.Image:
-    """Scaled by 257, as 65535 is white; Pillow's own conversion cuts everything above 255 off."""
+    """Scale by 257, so that 65535 is white; Pillow's own conversion clips everything above 255."""
     values = np.asarray(image).astype(np.uint32)
     gray = ((np.clip(values, 0, 65535) + 128) // 257).astype(np.uint8)
     clear = image.info.get("transparency")
@@ -109,7 +112,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class Pixels:
-    """Resize, crop, rescale, normalise: equal to the PIL processors of transformers, bit by bit."""
+    """Resize, crop, rescale, normalise; equal to the PIL processors of transformers to the bit, and torch-free."""
 
     size: tuple[int, int] | int | None  # (height, width), or the shorter edge, or no resizing
     crop: tuple[int, int] | None  # (height, width) out of the middle
@@ -123,7 +126,7 @@ class Pixels:
         return np.ascontiguousarray(self.normalise(self.resize_and_crop(image)).transpose(2, 0, 1))
 
     def resize_and_crop(self, image: Image.Image) -> NDArray[np.uint8]:
-        """(height, width, 3) of the size the encoder takes, in the colours of the image."""
+        """(height, width, 3): resize and crop to the size of the encoder."""
         if self.size is not None:
             height, width = self._resized(image.height, image.width)
             image = image.resize((width, height), resample=Image.Resampling(self.resample))
@@ -131,7 +134,7 @@ class Pixels:
         return pixels if self.crop is None else crop_centre(pixels, *self.crop)
 
     def normalise(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """(..., 3) colours as the encoder's numbers, each colour by itself."""
+        """(..., 3): rescale and normalise the colours."""
         values = pixels.astype(np.float32)
         if self.rescale is not None:
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
@@ -141,7 +144,7 @@ class Pixels:
         return values
 
     def undo(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """(height, width, 3): the image as the encoder sees it, for a person to look at."""
+        """(height, width, 3): turn preprocessed values back into an image to display."""
         pixels = values.transpose(1, 2, 0)
         if self.mean is not None and self.std is not None:
             pixels = pixels * np.array(self.std, np.float32) + np.array(self.mean, np.float32)
@@ -162,7 +165,7 @@ class Pixels:
 
 
 def crop_centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """The middle of (rows, columns, channels); black where the image is too small."""
+    """Crop the centre of (rows, columns, channels); pad with black where the image is too small."""
     short = max(height - pixels.shape[0], 0), max(width - pixels.shape[1], 0)
     if any(short):
         before = [math.ceil(missing / 2) for missing in short]
@@ -173,7 +176,7 @@ def crop_centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
 
 
 class Prepared(NamedTuple):
-    """An image as the encoder takes it, or the reason why there is none."""
+    """A preprocessed image, or the reason why there is none."""
 
     digest: bytes
     image: NDArray[Any] | bytes | None
@@ -181,10 +184,12 @@ class Prepared(NamedTuple):
 
 
 class DecoderPool:
+    """Processes that decode images ahead of the encoder."""
+
     def __init__(self, preprocess: Preprocess | None, workers: int, prefetch: int) -> None:
         self._preprocess, self._prefetch = preprocess, prefetch if workers else 0
-        self._inline_images = prefetch // 2  # the first images are decoded here, while the workers start
-        # never "fork": a process with an encoder's threads in it cannot be copied safely
+        self._inline_images = prefetch // 2  # the first images are decoded in this process, while the workers start
+        # not "fork": a process with the threads of an encoder cannot be forked safely
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports once for all workers
         self._pool = workers and ProcessPoolExecutor(workers, context, initializer=_start, initargs=(preprocess,))
@@ -202,7 +207,7 @@ class DecoderPool:
             self._pool.shutdown(cancel_futures=True)
 
     def stream(self, images: Iterable[tuple[bytes, bytes]]) -> Iterator[Prepared]:
-        """(digest, encoded bytes) in, the same order out; asks for images `ahead` of time."""
+        """Yield prepared images in the order of (digest, encoded bytes), decoding `prefetch` images ahead."""
         waiting: deque[tuple[bytes, bytes, Future[NDArray[Any] | str | None]]] = deque()
         for digest, data in images:
             waiting.append((digest, data, self._submit(digest, data)))
@@ -224,7 +229,7 @@ class DecoderPool:
 
 
 def prepare(preprocess: Preprocess | None, digest: bytes, data: bytes) -> NDArray[Any] | str | None:
-    """The array an encoder takes, None if it takes the bytes themselves, or what is wrong."""
+    """Return the array an encoder takes, None if it takes the bytes, or a message if the image is damaged."""
     if sha256(data).digest() != digest:
         return "the image changed while it was being read; run again"
     try:
@@ -235,7 +240,7 @@ def prepare(preprocess: Preprocess | None, digest: bytes, data: bytes) -> NDArra
         return None
     try:
         return preprocess(image)
-    except Exception as error:  # whatever an encoder's own code makes of an odd image
+    except Exception as error:  # preprocessing is code of the encoder
         return f"the encoder cannot prepare it ({type(error).__name__}: {error})"
 
 
@@ -252,12 +257,12 @@ def _finish(digest: bytes, data: bytes, future: "Future[NDArray[Any] | str | Non
 def _worker_died() -> DataError:
     return DataError(
         "a decoding process died: too little memory, or a script without "
-        '`if __name__ == "__main__":`; mend that or use workers=0'
+        '`if __name__ == "__main__":`; repair that or use workers=0'
     )
 
 
 def check_main_guard() -> None:
-    """A new worker runs the main script once more; it must not wait there for its own parent."""
+    """Refuse to embed while a worker process imports the main script: it would wait for its own parent."""
     if getattr(current_process(), "_inheriting", False):
         raise DataError(
             "embedding starts processes which run this script again; "
@@ -265,20 +270,20 @@ def check_main_guard() -> None:
         )
 
 
-_worker_preprocess: Preprocess | None = None  # of this worker process, sent once and not with every image
+_worker_preprocess: Preprocess | None = None  # of this worker process, sent once
 
 
 def _start(preprocess: Preprocess | None) -> None:
     global _worker_preprocess
     _worker_preprocess = preprocess
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its workers
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the other cores belong to the encoder
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 
 def _follow_parent() -> None:
-    """A worker waits for work for ever, also when its parent was killed and none will come."""
+    """Exit when the parent process dies; otherwise the worker would wait for ever."""
     parent = parent_process()
     if parent:
         parent.join()

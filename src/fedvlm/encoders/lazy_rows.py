@@ -15,7 +15,7 @@ from fedvlm.encoders.images import Pixels, prepare
 from fedvlm.errors import DataError, EncoderError
 from fedvlm.storage.large_tensors import MAX_IN_MEMORY_BYTES
 
-MAX_DECODED_BYTES = 512 << 20  # bytes of decoded images that are kept; others are decoded every time
+MAX_DECODED_BYTES = 512 << 20  # of images kept in memory; others are decoded every time
 
 
 def _select(rows: NDArray[np.int64], index: Any) -> NDArray[np.int64]:
@@ -24,9 +24,9 @@ def _select(rows: NDArray[np.int64], index: Any) -> NDArray[np.int64]:
 
 
 class MappedRows:
-    """(rows, ...) of a map: `mapped[index]` is a tensor in memory, `take` is not.
+    """(rows, ...) of a memory-mapped file: `rows[index]` is a tensor in memory, `rows.take(index)` is not.
 
-    A row is checked when it is first read, and not again by the same process.
+    A row is checked when a process first reads it.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class MappedRows:
         new = ~self._verified[rows]
         check_sums(values[new], self._sums[rows[new]], self._location)
         self._verified[rows] = True
-        # The system keeps the file's pages as long as it likes; they are ours no more.
+        # Release the pages, so that they do not count as memory of this process.
         self._array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return torch.from_numpy(values)
 
     def take(self, index: Any) -> "MappedRows":
-        """Some of the rows, still on disk."""
+        """Select rows without reading them."""
         return MappedRows(self._array, _select(self._rows, index), self._sums, self._verified, self._location)
 
 
 def check_and_map(array: NDArray[Any], sums: NDArray[np.uint32], location: str) -> Tensor | MappedRows:
-    """A tensor over the array, checked; or for a large map of an unchanging file rows on demand."""
+    """Return a checked tensor over the array, or lazy rows for a large memory map."""
     if isinstance(array, np.memmap) and array.nbytes > MAX_IN_MEMORY_BYTES and hasattr(mmap, "MADV_DONTNEED"):
         return MappedRows(array, np.arange(len(array)), sums, np.zeros(len(array), bool), location)
     check_sums(array, sums, location)
@@ -71,7 +71,7 @@ def check_and_map(array: NDArray[Any], sums: NDArray[np.uint32], location: str) 
 
 
 class ImageStream:
-    """(rows, 3, height, width) pixels: `stream[index]` is a float32 tensor, `take` is not."""
+    """(samples, 3, height, width) pixels that are decoded when indexed; `take` selects without decoding."""
 
     def __init__(self, image_cache: "DecodedImageCache", rows: NDArray[np.int64]) -> None:
         self._image_cache, self._rows = image_cache, rows
@@ -87,7 +87,7 @@ class ImageStream:
         return self._image_cache.pixels(_select(self._rows, index))
 
     def take(self, index: Any) -> "ImageStream":
-        """Some of the rows, still undecoded."""
+        """Select images without decoding them."""
         return ImageStream(self._image_cache, _select(self._rows, index))
 
 
@@ -98,16 +98,16 @@ def stream_images(
     preprocess: Any,
     budget: int = MAX_DECODED_BYTES,
 ) -> ImageStream:
-    """Rows of a source by number, with the hex digests of the images they held when encoded."""
+    """Stream images of a source by row number; `content` are the hex digests they had when encoded."""
     image_cache = DecodedImageCache(source, rows, content, preprocess, budget)
     return ImageStream(image_cache, np.arange(len(rows)))
 
 
 class DecodedImageCache:
-    """Cut images, one byte per colour, so that four times as many fit as of an encoder's numbers.
+    """Cropped images with one byte per colour, a quarter of the memory of preprocessed floats.
 
-    The memory is shared with processes that are forked from this one. Each of them trusts only
-    what it has put there itself, or found there when it began, because another may be writing.
+    Forked processes share the memory. Each trusts only images it stored itself or found when it was forked, because
+    another process may be writing.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class DecodedImageCache:
         budget: int,
     ) -> None:
         if not isinstance(preprocess, Pixels):
-            raise EncoderError("the image tower takes pixels, but the encoder makes none of them")
+            raise EncoderError("the image tower takes pixels, but the encoder has no preprocessing to pixels")
         side = preprocess.crop or preprocess.size
         if not isinstance(side, tuple):
             raise EncoderError(
-                "the encoder leaves images as wide as they are; to train its image tower give "
+                "the encoder does not crop images to one size; to train its image tower set "
                 "crop_size in its preprocessor_config.json"
             )
         self.size = side
         self._source, self._rows, self._preprocess = source, rows, preprocess
         self._content = [bytes.fromhex(digest) for digest in content]
-        places: dict[bytes, int] = {}  # the same image has one place
+        places: dict[bytes, int] = {}  # equal images share a place
         self._place = [places.setdefault(digest, len(places)) for digest in self._content]
         image_bytes = 3 * side[0] * side[1]
         count = min(len(places), budget // image_bytes)
@@ -137,7 +137,7 @@ class DecodedImageCache:
         if count:
             self._decoded = np.frombuffer(mmap.mmap(-1, count * image_bytes), np.uint8).reshape(count, *side, 3)
         self._is_decoded = np.zeros(count, bool)
-        # what the encoder makes of each of the 256 values of a colour
+        # the normalised value of each of the 256 values of a colour
         self._table = preprocess.normalise(np.arange(256, dtype=np.uint8)[:, None].repeat(3, 1)).T
 
     def pixels(self, numbers: NDArray[np.int64]) -> Tensor:

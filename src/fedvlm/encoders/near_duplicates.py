@@ -1,7 +1,7 @@
-"""Images that are nearly the same in two parts: saved again, scaled, or compressed once more.
+"""Find near-duplicates between splits: images that were saved again, scaled or compressed once more.
 
-Each image becomes a thumbnail of 16 x 16 colours, and two are near when these differ by little.
-Crops, turned images and other colours are not found, and nothing is dropped: a person decides.
+Each image becomes a thumbnail of 16 x 16 colours; two images are near-duplicates if these differ by little. Crops,
+rotations and other colours are not found, and nothing is dropped: the user decides.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ THUMBNAIL_SIDE = 16
 # Root mean square difference of two thumbnails, of 255, measured on training images of the
 # demo: half of what the nearest two different ones (22.5) are apart. JPEG gives up to 14.
 MAX_DUPLICATE_RMS = 11.0
-IMAGES_PER_BLOCK = 2048  # rows compared at once
+IMAGES_PER_BLOCK = 2048  # compared at once
 
 
 @dataclass(frozen=True)
 class NearDuplicate:
-    """An image of a later part, and the nearest of those it is near to in an earlier one."""
+    """An image of a later split, and its nearest near-duplicate in an earlier split."""
 
     name: str
     split: str
@@ -37,7 +37,7 @@ class NearDuplicate:
 def near_duplicates(
     dataset: Dataset, partition: Partition, progress: Callable[[int, int], None] | None = None
 ) -> list[NearDuplicate]:
-    """Images of validation and test that are nearly images of an earlier part, of any client."""
+    """Find images of validation and test that are near-duplicates of an earlier split, of any client."""
     parts = {
         part: np.concatenate([getattr(client, part) for client in partition.clients.values()])
         for part in ("train", "validation", "test")
@@ -49,7 +49,7 @@ def near_duplicates(
         try:
             thumbnails[row] = thumbnail(dataset.source.read(row))
             is_readable[row] = True
-        except DataError:  # a run skips it, and names it then
+        except DataError:  # a run skips it and reports it
             pass
         if progress:
             progress(done, len(rows))
@@ -79,7 +79,7 @@ def _nearest(
         best, best_rows = np.full(len(rows), np.inf), np.zeros(len(rows), np.int64)
         for first in range(0, len(earlier), IMAGES_PER_BLOCK):
             earlier_pixels = thumbnails[earlier[first : first + IMAGES_PER_BLOCK]].astype(np.float32)
-            # float32 rounds sums of 5e7 to a few units: 0.1 of the difference, NEAR is 11
+            # float32 rounds sums of 5e7 to a few units: 0.1 of the difference, MAX_DUPLICATE_RMS is 11
             square = (
                 (later_pixels**2).sum(1)[:, None]
                 + (earlier_pixels**2).sum(1)[None]

@@ -1,8 +1,8 @@
-"""A compiled encoder: an image tower in ONNX, and a text tower if there is one beside it.
+"""A compiled encoder: an image tower in ONNX, and optionally a text tower.
 
 A directory holds image.onnx, optionally text.onnx with tokenizer.json, and optionally encoder.json;
-a single FILE.onnx is an image tower with FILE.json. The JSON may say size, resize ("shortest" edge
-and crop in the middle, or "squash"), resample, mean, std, scale, and for text: length and pad.
+a single FILE.onnx is an image tower with FILE.json. The JSON may set size, resize ("shortest" edge and centre crop, or
+"squash"), resample, mean, std, scale, and for text: length and pad.
 """
 
 import json
@@ -20,10 +20,11 @@ from torch.nn.functional import normalize
 
 from fedvlm.encoders import Vectors
 from fedvlm.encoders.images import CLIP_MEAN, CLIP_STD, Pixels
-from fedvlm.errors import EncoderError, SettingsError, suggest_path, unknown_name
+from fedvlm.encoders.text import check_length, load_tokenizer
+from fedvlm.errors import EncoderError, suggest_path, unknown_name
 
 DEFAULTS: dict[str, Any] = {
-    "size": None,  # the tower's own, if it is fixed
+    "size": None,  # default: that of the model, if it is fixed
     "resize": "shortest",
     "resample": "bicubic",
     "mean": list(CLIP_MEAN),
@@ -65,7 +66,8 @@ class Onnx:
         self._text: OnnxModel | None = None
         if path.is_dir() and (path / "text.onnx").is_file():
             self._text = OnnxModel(path / "text.onnx")
-            self._tokenizer = _tokenizer(path, settings)
+            self._tokenizer = load_tokenizer(path / "tokenizer.json", "put one beside text.onnx")
+            self._tokenizer.enable_padding(length=settings["length"], pad_id=settings["pad"])
             self.identity["text"] = self._text.digest
             words = (path / "tokenizer.json").read_bytes()
             padding = f"{settings['length']} {settings['pad']}"
@@ -75,20 +77,16 @@ class Onnx:
 
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
         if patches:
-            raise EncoderError(f"{self.name} has no patch embeddings; take an hf: encoder")
+            raise EncoderError(f"{self.name} has no patch embeddings; use an hf: encoder")
         pixels = np.stack([np.asarray(image, np.float32) for image in batch])
         return Vectors(self._image.run(pixels, self.dim), None)
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if self._text is None:
-            raise EncoderError(f"{self.name} has no text; put text.onnx and tokenizer.json beside")
+            raise EncoderError(f"{self.name} has no text; put text.onnx and tokenizer.json beside it")
         tokens = self._tokenizer.encode_batch(list(sentences))
         room = self._tokenizer.padding["length"]
-        for sentence, encoding in zip(sentences, tokens, strict=True):
-            if len(encoding.ids) > room:
-                raise SettingsError(
-                    f"{sentence!r} has {len(encoding.ids)} tokens, {self.name} reads {room}; shorten it"
-                )
+        check_length(self.name, sentences, [encoding.ids for encoding in tokens], room)
         ids = np.array([encoding.ids for encoding in tokens])
         mask = np.array([encoding.attention_mask for encoding in tokens])
         features = self._text.run(ids, self.dim, mask)
@@ -96,7 +94,7 @@ class Onnx:
 
 
 class OnnxModel:
-    """One ONNX file whose first input is the batch and one of whose outputs is (batch, dim)."""
+    """An ONNX file whose first input is the batch, with one output of (batch, dim)."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -104,14 +102,14 @@ class OnnxModel:
         except ImportError as error:
             raise EncoderError("onnxruntime is not installed; pip install 'fedvlm[onnx]'") from error
         options = onnxruntime.SessionOptions()
-        # processes share the cores; one thread each also makes sums come out the same every time
+        # processes share the cores, and one thread makes sums reproducible
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 4
         self.file = file
         self.digest = _digest(file)
         try:
             self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has a dozen of its own
+        except Exception as error:  # onnxruntime has many exception types
             first = str(error).splitlines()[0]
             raise EncoderError(f"{file} cannot be opened ({first}); export it again") from error
         self.inputs = self.session.get_inputs()
@@ -126,7 +124,7 @@ class OnnxModel:
         self.output = (named or flat)[0]
 
     def image(self, size: int | None) -> int:
-        """The edge of the images, from the settings or the input's own shape."""
+        """Return the edge of the images, from the settings or from the shape of the input."""
         shape = self.inputs[0].shape
         if len(self.inputs) != 1 or len(shape) != 4 or "float" not in self.inputs[0].type:
             listed = ", ".join(
@@ -156,18 +154,18 @@ class OnnxModel:
         parts = []
         try:
             for first in range(0, len(batch), step):
-                # a tower compiled for one batch size gets the last row again where rows are missing
+                # a model with a fixed batch size gets the last row repeated
                 rows = np.arange(first, first + step).clip(max=len(batch) - 1)
                 feed = {key: value[rows] for key, value in feeds.items()}
                 parts.append(self.session.run([self.output], feed)[0])
-        except Exception as error:  # onnxruntime has a dozen of its own
+        except Exception as error:  # onnxruntime has many exception types
             first_line = str(error).splitlines()[0]
             raise EncoderError(f"{self.file} does not take this batch ({first_line})") from error
         answer = np.concatenate(parts)[: len(batch)]
         if len(answer) != len(batch) or answer.shape[1] != (dim or answer.shape[1]):
             raise EncoderError(
-                f"{self.file} answers {answer.shape} to a batch of {len(batch)}"
-                + (f"; the image tower's vectors have {dim}" if dim else "")
+                f"{self.file} returns {answer.shape} for a batch of {len(batch)}"
+                + (f"; the image tower returns {dim} numbers" if dim else "")
             )
         return np.asarray(answer, np.float32)
 
@@ -201,26 +199,13 @@ def _settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _tokenizer(path: Path, settings: dict[str, Any]) -> Any:
-    from tokenizers import Tokenizer
-
-    file = path / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise EncoderError(f"{file} cannot be read ({error}); put one beside text.onnx") from error
-    tokenizer.no_truncation()
-    tokenizer.enable_padding(length=settings["length"], pad_id=settings["pad"])
-    return tokenizer
-
-
 def _digest(file: Path) -> str:
-    """Of the file, and of every file beside it that holds weights of its graph."""
+    """Digest the file and every file beside it that holds weights of its graph."""
     import onnx
 
     try:
         graph = onnx.load(file, load_external_data=False)
-    except Exception as error:  # protobuf has kinds of its own
+    except Exception as error:  # protobuf has its own exception types
         raise EncoderError(f"{file} cannot be opened ({error}); export it again") from error
     home, digests = file.parent.resolve(), []
     for name in ["", *sorted(set(_external_files(graph)))]:
@@ -233,7 +218,7 @@ def _digest(file: Path) -> str:
 
 
 def _external_files(message: Any) -> Iterator[str]:
-    """Where the tensors of a graph lie that are not in it, however deep they are in it."""
+    """Yield the names of external files that hold tensors of a graph."""
     for field, value in message.ListFields():
         if field.name == "external_data":
             yield from (entry.value for entry in value if entry.key == "location")

@@ -1,8 +1,8 @@
-"""CLIP with a ResNet image tower, from OpenAI's weights: RN50, RN101, RN50x4 and their kin.
+"""CLIP with a ResNet image tower, from OpenAI's weights: RN50, RN101, RN50x4, ...
 
-A folder holds the state dict as one .safetensors file, with the names of the original release, and
-the tokenizer.json that all of OpenAI's CLIP models have in common. A patch embedding is what the
-attention pool answers if that place of the last map asks, as the public code of FedOTP has it.
+A folder holds the state dict as one .safetensors file, with the names of the original release, and the tokenizer.json
+that all of OpenAI's CLIP models share. A patch embedding is the output of the attention pool with that place of the
+last feature map as query, as in the public code of FedOTP.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.devices import CPU, Device, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.text import check_length, load_tokenizer, text_tower_inputs, tokenize_classes, weights_hash
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
@@ -25,8 +25,8 @@ from fedvlm.maths.resnet import Weights
 from fedvlm.maths.text_tower import Affine, Layer, TextTower
 
 VISUAL_PREFIX = "visual."
-HEAD_WIDTH = 64  # numbers of a head of the text tower
-LAYER_NORM_EPS = 1e-5  # of its layer norms
+HEAD_WIDTH = 64  # of an attention head of the text tower
+LAYER_NORM_EPS = 1e-5  # of the text tower
 ACTIVATION = "quick_gelu"
 
 
@@ -47,17 +47,18 @@ class OpenAI(TorchEncoder):
             self.scale = float(self._weights["logit_scale"].exp())
             size = self._shape.pixels
             self.preprocess = Pixels(size, (size, size))
-            # every weight that an image meets is there, and fits
+            # check that all weights exist and fit
             self._embed(torch.zeros(1, 3, size, size), True)
             self.offers = frozenset({"image", "patches"})
-            self._tokenizer = load_tokenizer(self.name, file.parent / "tokenizer.json")
+            vocabulary = file.parent / "tokenizer.json"
+            self._tokenizer: Any = load_tokenizer(vocabulary, "get it again") if vocabulary.is_file() else None
             if self._tokenizer is not None:
                 self.offers |= {"text", "text tower"}
                 self.embed_text(["a"])
         except (KeyError, ValueError, RuntimeError, IndexError) as error:
             raise EncoderError(
-                f"{self.name} is not a CLIP model with a ResNet, as OpenAI names its weights "
-                f"({type(error).__name__}: {error}); for a ViT take hf:openai/clip-vit-base-patch16"
+                f"{self.name} is not a CLIP model with a ResNet and OpenAI's names of weights "
+                f"({type(error).__name__}: {error}); for a ViT use hf:openai/clip-vit-base-patch16"
             ) from error
         self.identity = {
             "kind": "openai resnet",
@@ -80,18 +81,18 @@ class OpenAI(TorchEncoder):
     @torch.inference_mode()
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
-            raise EncoderError(f"{self.name} has no text; put CLIP's tokenizer.json beside it")
+            raise EncoderError(f"{self.name} has no text; put CLIP's tokenizer.json into its folder")
         rows = self._tokens(sentences)
         check_length(self.name, sentences, rows, self._weights["positional_embedding"].shape[0])
-        tower = self._tower("{}", rows, 1)  # nothing stands before a sentence but its start
+        tower = self._tower("{}", rows, 1)  # only the start token precedes a sentence
         with self.halved():
             features = tower.encode(torch.zeros(0, tower.width, device=self.device))
         return normalize(features.float(), dim=-1).cpu() if self.half else features.clone()
 
     def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
-        """The differentiable way from context vectors to the features of these classes."""
+        """Return the differentiable text tower from context vectors to the features of these classes."""
         tower = self._tower(template, *tokenize_classes(self._tokens, classes, template))
-        return to_device(tower, CPU) if self.half else tower  # engines place it
+        return to_device(tower, CPU) if self.half else tower  # engines move it to their device
 
     def _tokens(self, sentences: Sequence[str]) -> list[list[int]]:
         """SOS ... EOT each."""
@@ -99,7 +100,8 @@ class OpenAI(TorchEncoder):
 
     def _tower(self, template: str, tokens: Sequence[Sequence[int]], cut: int) -> TextTower:
         weights = self._weights
-        blocks = [f"transformer.resblocks.{number}." for number in range(_count(weights))]
+        count = len({key.split(".")[2] for key in weights if key.startswith("transformer.resblocks.")})
+        blocks = [f"transformer.resblocks.{number}." for number in range(count)]
         return TextTower(
             **text_tower_inputs(tokens, cut, weights["token_embedding.weight"]),
             template=template,
@@ -114,7 +116,7 @@ class OpenAI(TorchEncoder):
 
 
 def find_weights(name: str, path: Path) -> Path:
-    """The one file of weights in a folder, or the file that is named."""
+    """Return the only file of weights in a folder, or the given file."""
     if path.is_dir():
         candidates = sorted(path.glob("*.safetensors"))
         if len(candidates) == 1:
@@ -125,14 +127,14 @@ def find_weights(name: str, path: Path) -> Path:
     if path.suffix != ".safetensors" or not path.is_file():
         problem = "is not a .safetensors file" if path.is_file() else "is not there"
         raise EncoderError(
-            f"{name}: {path} {problem}; {suggest_path(path)}a .pt is not read, as it may hold code: save "
+            f"{name}: {path} {problem}; {suggest_path(path)}a .pt is not read, because it may hold code: save "
             "its state dict as .safetensors (docs/how-to/data.md)"
         )
     return path
 
 
 def read_weights(name: str, file: Path) -> Weights:
-    """All weights in float32."""
+    """Read all weights in float32."""
     from safetensors.torch import load_file
 
     try:
@@ -140,27 +142,6 @@ def read_weights(name: str, file: Path) -> Weights:
     except Exception as error:  # safetensors has an exception of its own for a broken header
         raise EncoderError(f"{name}: {file} cannot be read ({error}); get it again") from error
     return {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in weights.items()}
-
-
-def load_tokenizer(name: str, file: Path) -> Any:
-    """That of the folder, or None."""
-    from tokenizers import Tokenizer
-
-    if not file.is_file():
-        return None
-    try:
-        loaded = Tokenizer.from_file(str(file))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise EncoderError(f"{name}: {file} cannot be read ({error}); get it again") from error
-    loaded.no_padding()
-    loaded.no_truncation()
-    return loaded
-
-
-def _count(weights: Weights) -> int:
-    """Of the text tower's blocks."""
-    start = "transformer.resblocks."
-    return len({key.split(".")[2] for key in weights if key.startswith(start)})
 
 
 def _affine(weights: Weights, name: str) -> Affine:

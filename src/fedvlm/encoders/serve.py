@@ -1,6 +1,6 @@
-"""The encoder as a service: images or sentences in, embeddings out, and nothing else.
+"""Serve an encoder over HTTP: it takes images or sentences and returns embeddings.
 
-Weights and gradients have no way out; images are neither kept nor logged.
+Weights and gradients are never sent; images are neither stored nor logged.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from fedvlm.errors import DataError, EncoderError, SettingsError
 LOG = logging.getLogger("fedvlm.serve")
 MAX_BYTES = 64_000_000  # of one request
 MAX_BATCH = 256  # images or sentences in one request
-MAX_DECODES = 2  # images at once: a small file may claim 64 megapixels, half a gigabyte each
-MAX_REQUESTS = 8  # bodies in memory at once; others wait unread
-BODY_SECONDS = 60.0  # for all of a body
+MAX_DECODES = 2  # at once: a small file may claim 64 megapixels, half a gigabyte each
+MAX_REQUESTS = 8  # bodies in memory at once; other requests wait
+BODY_SECONDS = 60.0  # for a complete body
 
 
-MAX_CONNECTIONS = 128  # at once; the one that has kept us waiting longest makes room for a new one
+MAX_CONNECTIONS = 128  # at once; a new one replaces the longest idle one
 HEADER_SECONDS = 10.0  # from the first byte, or from connecting, to the end of a request's header
 
 
 class RequestRefused(Exception):
-    """A request that is answered with a status and the reason."""
+    """A request that is refused with an HTTP status and the reason."""
 
     def __init__(self, status: int, detail: str, **fields: int) -> None:
         super().__init__(detail)
@@ -43,14 +43,14 @@ class RequestRefused(Exception):
 
 
 class Service:
-    """What the server does with a request's body; knows nothing of HTTP but the status."""
+    """Process the bodies of requests, independent of the HTTP framework."""
 
     def __init__(self, encoder: Encoder, max_bytes: int, max_batch: int) -> None:
         self.encoder, self.max_batch = encoder, max_batch
         self.fingerprint = fingerprint(encoder)
         self.offers = encoder.offers & REMOTE_OFFERS
         self.info = {
-            "name": Path(encoder.name).name,  # where the model lies is nobody's business
+            "name": Path(encoder.name).name,  # without the server's folders
             "dim": encoder.dim,
             "scale": encoder.scale,
             "offers": sorted(self.offers),
@@ -60,7 +60,7 @@ class Service:
             "max_bytes": max_bytes,
         }
         self._decoding = threading.Semaphore(MAX_DECODES)
-        self._encoder_lock = threading.Lock()  # encoders are not promised to be safe for many threads
+        self._encoder_lock = threading.Lock()  # encoders need not be thread-safe
 
     def embed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         images = self._list(body, "images")
@@ -120,7 +120,7 @@ def create_app(
     max_bytes: int = MAX_BYTES,
     max_batch: int = MAX_BATCH,
 ) -> Any:
-    """The ASGI application; with a token, every request has to bring it."""
+    """Create the ASGI application; with a token, every request must send it."""
     try:
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
@@ -145,7 +145,7 @@ def create_app(
                 count = content["pooled"]["shape"][0]
         except RequestRefused as refusal:
             status, content = refusal.status, refusal.body
-        except Exception:  # whatever it is, it is the encoder's and not the asker's business
+        except Exception:  # details stay in the server's log
             LOG.exception("the encoder failed")
             status, content = 500, {"detail": "the encoder failed; see the server's log"}
         spent = time.perf_counter() - began
@@ -181,7 +181,7 @@ def _check_token(token: str | None, header: str) -> None:
 
 
 async def _body(request: Any, max_bytes: int) -> bytearray:
-    """All of a body, if it is small enough and comes soon enough."""
+    """Read a body within its limits of bytes and of time."""
     raw = bytearray()
     if int(request.headers.get("content-length") or 0) > max_bytes:
         raise RequestRefused(413, f"a request may have {max_bytes:,} bytes; send fewer images")
@@ -212,7 +212,7 @@ def serve(
     tls_key: str | Path | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves until it is interrupted; `ready` is told the URL."""
+    """Serve until interrupted; `ready` is called with the URL."""
     if token_file is None and not is_loopback(host):
         raise SettingsError(f"{host} can be reached from other machines; name a token_file, or listen on 127.0.0.1")
     if (tls_cert is None) != (tls_key is None):
@@ -235,7 +235,7 @@ def serve(
     )
     try:
         config.load()
-    except OSError as error:  # the ssl module's errors are of this kind
+    except OSError as error:  # also errors of the ssl module
         raise SettingsError(f"{tls_cert} and {tls_key} are no TLS pair ({error})") from error
     with open_socket(host, port) as listener:
         if ready is not None:

@@ -1,9 +1,10 @@
-"""Class names to sentences, and sentences to one text embedding per class."""
+"""Text embeddings: of class names in templates, and of descriptions of the classes."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ SENTENCES_PER_BATCH = 256  # given to an encoder at once
 
 
 def fill_template(classes: Sequence[str], template: str) -> list[str]:
-    """The cleaned class names put into a template such as "a picture of a {}"."""
+    """Insert the readable class names into a template such as "a picture of a {}"."""
     if "{}" not in template:
         raise SettingsError(f"the template {template!r} has no place for a class; write {{}} in it")
     return [template.replace("{}", readable_name(name)) for name in classes]
@@ -34,18 +35,31 @@ Tokens = Sequence[Sequence[int]]
 def tokenize_classes(
     tokenize: Callable[[Sequence[str]], Tokens], classes: Sequence[str], template: str
 ) -> tuple[Tokens, int]:
-    """The tokens of each class's sentence, and how many of them stand before its name."""
-    # Whole sentences, since a tokenizer may join what stands before a name to it.
+    """Tokenise the sentence of each class; return the tokens and how many precede the class name."""
+    # Complete sentences, because a tokenizer may merge a name with the word before it.
     tokens = tokenize(fill_template(classes, template))  # SOS ... EOT each
     (before,) = tokenize([template.split("{}")[0]])
     return tokens, count_common_prefix([before[:-1], *tokens])
 
 
 def text_tower_inputs(tokens: Tokens, cut: int, table: Tensor) -> dict[str, Any]:
-    """What a TextTower takes of sentences that are the same up to a token, by name."""
+    """Return the arguments of a TextTower for sentences with a common prefix."""
     tails, ends = suffixes([row[cut:-1] for row in tokens], tokens[0][-1], table)
     prefix = table[list(tokens[0][1:cut])]
     return {"start": table[tokens[0][0]], "prefix": prefix, "suffixes": tails, "ends": ends}
+
+
+def load_tokenizer(file: Path, remedy: str) -> Any:
+    """Load a tokenizer.json, without padding and truncation."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise EncoderError(f"{file} cannot be read ({error}); {remedy}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def check_length(name: str, texts: Sequence[str], tokens: Tokens, room: int) -> None:
@@ -55,7 +69,7 @@ def check_length(name: str, texts: Sequence[str], tokens: Tokens, room: int) -> 
 
 
 def weights_hash(weights: Mapping[str, Any]) -> str:
-    """Over names, shapes and values, whatever files they came from."""
+    """Digest names, shapes and values of weights, whatever files they came from."""
     digest = sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -64,13 +78,13 @@ def weights_hash(weights: Mapping[str, Any]) -> str:
 
 
 def class_embeddings(encoder: Encoder, table: RowFile, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """(classes, dim) unit norm; several templates give the mean of their unit vectors."""
+    """(classes, dim) embed the class names; several templates are averaged as unit vectors."""
     per_template = [embed_sentences(encoder, table, fill_template(classes, template)) for template in templates]
     return normalize(torch.stack(per_template).mean(0), dim=-1)
 
 
 def embed_sentences(encoder: Encoder, table: RowFile, texts: Sequence[str]) -> Tensor:
-    """(sentences, dim) unit norm, each sentence embedded once and kept in the table."""
+    """(sentences, dim) embed sentences, each only once: embeddings are kept in the table."""
     digests = [sha256(sentence.encode()).digest() for sentence in texts]
     text = dict(zip(digests, texts, strict=True))
     missing = [digest for digest in text if digest not in table]
@@ -80,20 +94,21 @@ def embed_sentences(encoder: Encoder, table: RowFile, texts: Sequence[str]) -> T
         sound = vectors.ndim == 2 and bool(vectors.isfinite().all() and vectors.any(1).all())
         if vectors.shape != (len(some), encoder.dim) or not sound:
             raise EncoderError(
-                f"{encoder.name} answered {len(some)} sentences with shape {tuple(vectors.shape)}, "
-                f"or with NaN, inf or zero vectors; it should give {encoder.dim} numbers for each"
+                f"{encoder.name} returned shape {tuple(vectors.shape)} for {len(some)} sentences, or NaN, "
+                f"infinite or zero vectors; it must return {encoder.dim} numbers for each"
             )
         table.append(some, vectors.numpy())
     return normalize(torch.from_numpy(table.read(digests)), dim=-1)
 
 
 def add_descriptions(rows: EmbeddedTable, encoder: Encoder, common_file: str, client_file: str) -> EmbeddedTable:
-    """Rows with the embeddings of common descriptions, and of those that clients bring."""
+    """Add the embeddings of common descriptions, and of those that clients provide."""
     if not common_file and not client_file:
         return rows
     if "text" not in encoder.offers:
         raise SettingsError(
-            f"{encoder.name} has no text, so descriptions are of no use; leave them out, or take an encoder with text"
+            f"{encoder.name} cannot embed descriptions, because it has no text tower; leave them out, or use an "
+            "encoder with text"
         )
     common_sentences = read_common_descriptions(common_file, rows) if common_file else None
     brought = read_client_descriptions(client_file, rows.classes) if client_file else {}

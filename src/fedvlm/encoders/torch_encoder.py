@@ -1,4 +1,4 @@
-"""Where an encoder of torch computes: the CPU in float32, or a GPU in float16."""
+"""Base of encoders that compute with torch: on the CPU in float32, or on a GPU in float16."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,18 +15,18 @@ from fedvlm.devices import Device, choose_device, free_device_memory, is_out_of_
 from fedvlm.encoders import BATCH, Vectors
 from fedvlm.errors import EncoderError
 
-MAX_GPU_BATCH = 256  # images at once on a GPU: also what a kill can cost
-TENSORS_PER_IMAGE = 8  # times its largest tensor that an image takes on its way
+MAX_GPU_BATCH = 256  # images; a kill loses at most one batch
+TENSORS_PER_IMAGE = 8  # memory of one image in units of its largest tensor
 
 
 class TorchEncoder:
-    """The verbs of an encoder over `_vectors`, which knows nothing of memory and precision."""
+    """Batches, precision and memory of an encoder that implements `_vectors`."""
 
     name: str
 
     def __init__(self, device: Device) -> None:
         self.device = choose_device(device)
-        self.half = self.device.type != "cpu"  # on a GPU images and sentences go in float16
+        self.half = self.device.type != "cpu"  # float16 on a GPU
         if self.half:
             set_deterministic()
 
@@ -38,7 +38,7 @@ class TorchEncoder:
         return torch.autocast(self.device.type, torch.float16, enabled=self.half)
 
     def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
-        """Pooled embeddings, and those of patches if they are asked for."""
+        """Return pooled embeddings, and those of the patches if requested."""
         raise NotImplementedError
 
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
@@ -49,8 +49,8 @@ class TorchEncoder:
             if not is_out_of_memory(error):
                 raise
             raise EncoderError(
-                f"{self.name} finds no memory for one image on {self.device} ({error}); "
-                'close what else uses it, or set access.device = "cpu"'
+                f"{self.name} has not enough memory for one image on {self.device} ({error}); "
+                'close other programs that use it, or set access.device = "cpu"'
             ) from error
         grids = [grid for _, grid in parts if grid is not None]
         pooled = np.concatenate([array for array, _ in parts])
@@ -65,7 +65,7 @@ class TorchEncoder:
 
     @cached_property
     def _bytes_per_image(self) -> int:
-        """Bytes an image takes on its way, roughly."""
+        """Estimate the memory that one image takes."""
         side = self._side()
         largest = _LargestTensor()  # type: ignore[no-untyped-call]
         with torch.inference_mode(), self.halved(), largest:
@@ -73,24 +73,21 @@ class TorchEncoder:
         return TENSORS_PER_IMAGE * int(largest.bytes)
 
     def _side(self) -> tuple[int, int]:
-        """Height and width of an image as the encoder takes it."""
+        """Return height and width of a preprocessed image."""
         raise NotImplementedError
 
     @property
     def batch(self) -> int:
-        """Images to be given at once.
-
-        On a CPU rounding follows the size of a batch, so it is always the same there.
-        """
+        """Images per batch; constant on a CPU, where rounding depends on the size of a batch."""
         room = None if self.device.type == "cpu" else free_device_memory(self.device)
         if room is None:
             return BATCH
-        fits = room // 2 // self._bytes_per_image  # half of it is for what the allocator cannot use
+        fits = room // 2 // self._bytes_per_image  # half is left for fragmentation
         return min(MAX_GPU_BATCH, 1 << max(0, fits.bit_length() - 1))
 
 
 class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the largest tensor that anything inside gives."""
+    """Record the size of the largest tensor that an operation returns."""
 
     bytes = 1
 

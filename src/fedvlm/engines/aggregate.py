@@ -1,4 +1,4 @@
-"""The aggregate of a round; no single upload from elsewhere can stop it or make it infinite."""
+"""Aggregate a round's uploads; no single upload of another machine can stop it or make it infinite."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -14,14 +14,14 @@ from fedvlm.tensors import without_compiler
 
 
 def can_sum_uploads(terms: TrainingTerms) -> bool:
-    """Whether a round's uploads may be summed as they come: nothing needs them side by side."""
+    """Tell whether a round's uploads may be summed as they come, because nothing compares them."""
     channel = terms.channel
     is_plain = not (channel.compares_uploads or channel.secure or terms.attack)
     return is_plain and upload_sum(terms.method) is not None
 
 
 class UploadSums:
-    """Uploads that come one part after the other, as one that stands for all."""
+    """Sum uploads that come one part after the other."""
 
     def __init__(self, kind: UploadSum | None) -> None:
         self.upload_sum, self.weight, self.rows = kind, 0.0, 0.0
@@ -47,7 +47,7 @@ class UploadSums:
         self.outliers |= decoded.outliers
 
     def to_decoded(self) -> DecodedUploads:
-        """As the aggregate gets a secure sum: one mean or total of everyone."""
+        """Return one upload for all, their mean or total, as the aggregate gets a secure sum."""
         divisor = 1.0 if self.upload_sum == "total" else max(self.weight, 1e-300)
         mean_upload = {
             key: value if self.types[key] == torch.long else (value / divisor).to(self.types[key])
@@ -68,11 +68,11 @@ class UploadSums:
 def aggregate_uploads(
     method: Method, shared: Tensors, decoded: DecodedUploads, encoded_ids: Collection[str], number: int
 ) -> tuple[Tensors, DecodedUploads]:
-    """What is shared from now on, and whose uploads it is of.
+    """Return the new shared tensors, and the uploads they were made of.
 
-    Where the uploads are other machines' (`passed`) and their aggregate fails or is not finite,
-    one is left out, that with the largest number first; if it fails without any one of them, two,
-    and so on. An upload made in this process is a mistake, and said.
+    If all uploads are of other machines (`encoded_ids`) and their aggregate fails or is not finite, one is left out,
+    that with the largest value first; if it still fails without any one of them, two, and so on. With uploads of
+    this process it is an error.
     """
 
     def try_aggregate(decoded: DecodedUploads) -> Tensors:
@@ -101,7 +101,7 @@ def aggregate_uploads(
 
 
 def _check_finite(before: Tensors, after: Tensors, method: Method, number: int) -> None:
-    """Before a checkpoint keeps it; what a method sets to infinity on purpose it does at once."""
+    """Refuse an aggregate that is not finite, unless `init` has set infinite values."""
     for key, value in after.items():
         old = before.get(key)
         if not value.is_floating_point() or value.isfinite().all():
@@ -129,7 +129,7 @@ def _drop_upload(decoded: DecodedUploads, place: int, reason: str) -> DecodedUpl
 
 
 def drop_refused(answers: RoundReplies, refused: Mapping[str, str], participants: Sequence[str]) -> RoundReplies:
-    """The answers without those that are not used, if enough are left."""
+    """Return the replies without refused ones, if enough are left."""
     if not refused:
         return answers
     done = {id: reply for id, reply in answers.replies.items() if id not in refused}

@@ -1,4 +1,4 @@
-"""Clients that mean harm, in a simulation: what they upload in place of what they have learnt."""
+"""Simulate attacks: what malicious clients upload in place of their updates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fedvlm.engines.client import Attack, RoundReplies, Task, TrainingTerms, Wor
 
 
 def flip_labels(world: World, ids: Sequence[str]) -> World:
-    """Under label-flip, attackers' training rows of class c count as of the last class but c."""
+    """Under label-flip, relabel attackers' training samples of class c as class (classes - 1 - c)."""
     attack = world.attack
     if attack is None or attack.kind != "label-flip":
         return world
@@ -29,9 +29,9 @@ def flip_labels(world: World, ids: Sequence[str]) -> World:
 def apply_attack(
     terms: TrainingTerms, ids: Sequence[str], number: int, tasks: Sequence[Task], answers: RoundReplies
 ) -> RoundReplies:
-    """The round's answers with the attackers' uploads in the place of theirs.
+    """Replace the uploads of attackers in the replies of a round.
 
-    `ids` are all that train. Who colludes knows the uploads of all others.
+    `ids` are all training clients. Colluding clients know the uploads of all others.
     """
     attack = terms.attack
     uploading_tasks = [task for task in tasks if task.id in answers.replies and answers.replies[task.id].upload]
@@ -66,7 +66,7 @@ def apply_attack(
 
 
 def _collude(honest_round: UploadRound, force: float) -> Tensors:
-    """A little is enough: the others' mean, less some of their deviations, number by number."""
+    """Return the honest mean minus some standard deviations, value by value (A Little Is Enough)."""
     out = {}
     for key, values, _ in honest_round.stacks():
         values = values.double()
@@ -76,7 +76,7 @@ def _collude(honest_round: UploadRound, force: float) -> Tensors:
 
 
 def _attack_change(change: Mapping[str, Tensor], attack: Attack, draw: torch.Generator) -> Tensors:
-    if attack.kind == "noise":  # of the change's own length, times the strength
+    if attack.kind == "noise":  # as long as the change, times the strength
         count = sum(value.numel() for value in change.values())
         length = sum(float(value.double().square().sum()) for value in change.values()) ** 0.5
         std = attack.effective_strength * length / max(count, 1) ** 0.5
@@ -86,7 +86,7 @@ def _attack_change(change: Mapping[str, Tensor], attack: Attack, draw: torch.Gen
 
 
 def _upload_from_change(upload_round: UploadRound, change: Mapping[str, Tensor]) -> Tensors:
-    """An upload of these changes, of the types and shapes that an honest one has."""
+    """Return an upload with these changes, of the types and shapes of an honest one."""
     upload = upload_round.uploads[0]
     if upload_round.upload_sum == "total":
         means = upload_round.to_means(0)

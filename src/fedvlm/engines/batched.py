@@ -1,4 +1,4 @@
-"""Many clients at once: padded, masked and vmapped in chunks, on one or more processes.
+"""The batched engine: clients are padded, masked and vmapped in chunks, on one or more processes.
 
 The chunks depend on the clients alone, never on the processes or the order in which clients are
 named, and every process computes with one thread: so the bits of a result are the same for any
@@ -22,11 +22,11 @@ MIN_SECONDS_TO_FORK = 10.0  # seconds a run must still take for worker processes
 
 class Batched:
     def __init__(self, world: World, workers: int = 0, rounds: int = 1) -> None:
-        """`workers` = 0: as many processes as cores, once the first round shows that they pay."""
+        """Open the engine; `workers` = 0: one process per core, if the first round shows that they pay."""
         self.world = with_resident_rows(world)
         self.rounds = rounds
         place = device_of(world.method)
-        # a GPU works on clients side by side by itself, and cannot be used in a forked process
+        # a GPU runs clients in parallel by itself, and cannot be used in a forked process
         self.workers = (workers or count_cores()) if place.type == "cpu" else 1
         self.forks = workers > 1 and self.workers > 1
         self.chunk_factor = chunk_factor(place, CHUNK_ROW_BYTES)
@@ -61,13 +61,13 @@ class Batched:
             self.pool = WorkerPool(self.world, min(self.workers, parts))
 
     def is_forked(self, tasks: Sequence[Task], last: bool) -> bool:
-        """Whether these are worker processes' to do; those are never forked beside a thread."""
+        """Tell whether worker processes run these tasks; they are never forked while another thread runs."""
         if not last and self.pool is None:
             self._fork(len(make_chunks(self.world, tasks, self.chunk_factor)))
         return self.pool is not None
 
     def stop(self) -> None:
-        """A round that another thread waits for ends without an answer."""
+        """End a round that another thread waits for, without replies."""
         if self.pool is not None:
             self.pool.is_stopped = True
 
@@ -78,7 +78,7 @@ class Batched:
 
 
 class RoundRunner(Protocol):
-    """What an engine does with the clients of a part."""
+    """What an engine does with the clients of a part of a large federation."""
 
     def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies: ...
     def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies: ...
@@ -90,7 +90,9 @@ FinishedPart = tuple[Sequence[Task], RoundReplies]
 def run_parts(
     engine: RoundRunner, number: int, parts: Iterable[Sequence[Task]], last: bool = False
 ) -> Iterator[FinishedPart]:
-    """The tasks of each part with what came of them: a round, or with `last` the adaptation.
+    """Yield the tasks of each part with their replies: of a round, or with `last` of the adaptation.
+
+    The next part runs in the workers while the caller compares, sums and writes the last one.
 
     Whoever takes them does so with one thread, for the cores are the workers'.
     """
@@ -112,7 +114,7 @@ def run_parts(
                 ready, running = running, None
                 yield _await_part(ready)
         finally:
-            if running is not None and batched is not None:  # nobody is to wait for it
+            if running is not None and batched is not None:  # the caller has failed and does not wait for it
                 batched.stop()
 
 

@@ -1,4 +1,4 @@
-"""Clients of a chunk side by side: their rows in one gather, their scores in one product."""
+"""Chunks of stacked clients: their samples in one gather, their updates in one vmap, their scores in one product."""
 
 import traceback
 from collections.abc import Iterable, Sequence
@@ -33,16 +33,16 @@ from fedvlm.parts.bodies import adapts
 from fedvlm.tensors import to_float32
 
 Rows = NDArray[np.int64]
-MAX_PADDING_RATIO = 2  # times the rows that padding may make of them
+MAX_PADDING_RATIO = 2  # padded rows relative to samples, above which clients are predicted one by one
 
 
 def row_numbers(world: World, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Row numbers in the place of the rows, and of their labels."""
+    """Return row numbers in place of samples and labels."""
     return world.x.new_empty(len(rows), 0), torch.from_numpy(rows)
 
 
 def stack_clients(world: World, ids: Sequence[str], number: int) -> Client:
-    """The clients as one with a leading client axis; `pad` of each would copy its rows twice."""
+    """Stack clients along a leading axis; `pad_clients` of their samples would copy them twice."""
     bare = pad_clients([make_client(world, id, number, row_numbers) for id in ids])
     x, y = fill_rows(world, bare.y)
     val_x, val_y = fill_rows(world, bare.val_y)
@@ -50,31 +50,31 @@ def stack_clients(world: World, ids: Sequence[str], number: int) -> Client:
 
 
 def load_chunk(world: World, ids: Sequence[str]) -> World:
-    """The same for some clients, whose rows are read at once where they are in a file."""
+    """Return the world of some clients, with their samples read at once if they are in a file."""
     if world.file_rows is None:
         return world
     chunk_members = [world.members[id] for id in ids]
     parts = [[member.train, member.validation, member.test, member.calibration] for member in chunk_members]
     rows = np.sort(np.concatenate([part for splits in parts for part in splits]))
-    rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's
+    rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's samples
     members = {
         id: ClientRows(*(np.searchsorted(rows, part) for part in splits)) for id, splits in zip(ids, parts, strict=True)
     }
     y = world.y[torch.from_numpy(rows)]
     chunk_world = replace(world, x=world.file_rows.read(rows), y=y, members=members)
-    # in the place of what these rows would give
+    # as in the full world, not as these samples would give
     chunk_world.__dict__.update({"reference_x": world.reference_x, "has_many_clients": world.has_many_clients})
     return chunk_world
 
 
 def pad_clients(clients: Sequence[Client]) -> Client:
-    """Clients of unequal size as one Client with a leading client axis."""
+    """Stack clients of unequal size along a leading axis, with padding."""
 
     def stack(parts: Iterable[Tensor], empty: int) -> Tensor:
         parts = list(parts)
         first = parts[0]
         storage = first.data_ptr(), first.shape
-        if all((part.data_ptr(), part.shape) == storage for part in parts):  # or nothing, of nobody
+        if all((part.data_ptr(), part.shape) == storage for part in parts):  # also if it is empty for all
             return first.expand(len(parts), *first.shape)
         if first.ndim and all(part.shape[1:] == first.shape[1:] for part in parts):
             return pad_sequence(parts, batch_first=True, padding_value=empty)
@@ -94,7 +94,7 @@ def pad_clients(clients: Sequence[Client]) -> Client:
 
 
 def fill_rows(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(clients, longest, ...) rows and their labels; 0 and -1 where numbers end in -1."""
+    """Return samples (clients, longest, ...) and labels; 0 and -1 where a row number is -1."""
     real, index = rows >= 0, rows.clamp(min=0).flatten()
     x = world.read(index.numpy()).reshape(*rows.shape, *world.x.shape[1:])
     for client_rows, count in zip(x, real.sum(1).tolist(), strict=True):
@@ -103,7 +103,7 @@ def fill_rows(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stack_sent(tasks: Sequence[Task]) -> Tensors:
-    """What each was sent, with a leading client axis; held once where it is the same."""
+    """Stack what each client was sent; what is the same for all is stored once."""
     first = tasks[0].sent
     return {
         key: value.expand(len(tasks), *value.shape)
@@ -114,7 +114,7 @@ def stack_sent(tasks: Sequence[Task]) -> Tensors:
 
 
 def measure_chunk(world: World, tasks: Sequence[Task], sent: Tensors, local: Tensors) -> list[Scores]:
-    """How each client fares with what it was sent; `sent` and `local` are those of all, stacked."""
+    """Return every client's scores with what it was sent; `sent` and `local` are stacked."""
     parts = [evaluation_rows(world, task.id) for task in tasks]
     logits = None
     if not world.metrics and not local and all(tensor.stride(0) == 0 for tensor in sent.values()):
@@ -134,12 +134,12 @@ def measure_chunk(world: World, tasks: Sequence[Task], sent: Tensors, local: Ten
 
 
 def _predict_common(world: World, sent: Tensors, parts: Sequence[tuple[Rows, Rows]]) -> Tensor:
-    """(rows, classes) where everyone predicts alike: all rows are one client's."""
+    """Return logits (samples, classes) if all clients predict alike, as of one client."""
     return predict(world, sent, {}, np.concatenate([rows for part in parts for rows in part]))
 
 
 def _predict_stacked(world: World, sent: Tensors, local: Tensors, parts: Sequence[tuple[Rows, Rows]]) -> Tensor | None:
-    """(rows, classes) by a method whose clients are stacked, or None where that does not do."""
+    """Return logits (samples, classes) of stacked clients, or None if they cannot be stacked."""
     rows_by_client = [np.concatenate(part) for part in parts]
     real, longest = sum(map(len, rows_by_client)), max(map(len, rows_by_client))
     is_large = world.x.ndim != 2 or len(rows_by_client) * longest * 4 * world.x.shape[1] > PREDICTION_BYTES
@@ -153,27 +153,27 @@ def _predict_stacked(world: World, sent: Tensors, local: Tensors, parts: Sequenc
     def predict_one(sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return world.method.predict(world.frozen, sent, local, x)
 
-    # What all were sent stays one, so that a method works out once what it makes of it alone.
+    # What is the same for all is not stacked, so that a method derives from it only once.
     is_common = {key: value.stride(0) == 0 for key, value in sent.items()}
     shared_or_stacked = {key: value[0] if is_common[key] else value for key, value in sent.items()}
     axes = {key: None if is_common[key] else 0 for key in sent}
     try:
         return vmap(predict_one, (axes, 0, 0))(shared_or_stacked, local, x)[places >= 0]
-    except RuntimeError:  # a method that looks at values predicts client by client
+    except RuntimeError:  # a method with data-dependent control flow predicts client by client
         return None
 
 
-CHUNK_ROW_BYTES = 8 << 20  # padded rows of a chunk
+CHUNK_ROW_BYTES = 8 << 20  # bytes of the padded samples of a chunk
 
 
-CHUNK_LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking
+CHUNK_LOCAL_BYTES = 1 << 20  # bytes of the local tensors of a chunk: large ones gain nothing from stacking
 
 
-MAX_CLIENTS_PER_CHUNK = 32  # clients of a chunk
+MAX_CLIENTS_PER_CHUNK = 32
 
 
 def make_chunks(world: World, tasks: Sequence[Task], chunk_factor: int = 1) -> list[list[Task]]:
-    """Tasks grouped by size, largest first, so that little is padded and processes end together.
+    """Group tasks by size, largest first, so that little is padded and processes end together.
 
     `times` as much as suits the cache of a core may be together.
     """
@@ -202,7 +202,7 @@ def make_chunks(world: World, tasks: Sequence[Task], chunk_factor: int = 1) -> l
 
 
 def have_same_shapes(a: Task, b: Task) -> bool:
-    """Whether two clients were sent and hold tensors of the same names and shapes."""
+    """Tell whether the tensors of two clients have the same names and shapes."""
     pairs = ((a.sent, b.sent), (a.local_tensors, b.local_tensors))
     return all(
         tensors_a.keys() == tensors_b.keys() and all(tensors_a[key].shape == tensors_b[key].shape for key in tensors_a)
@@ -212,8 +212,8 @@ def have_same_shapes(a: Task, b: Task) -> bool:
 
 @tensors.without_compiler()
 def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
-    """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
-    # A tower fills a core by itself, and Adam makes much of what rounding leaves of a zero slope.
+    """Run a chunk; if it fails, run its clients one by one, so that the error can name the client."""
+    # A tower fills a core by itself, and Adam amplifies the rounding errors of a zero gradient.
     one_by_one = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
     world = load_chunk(world, [task.id for task in tasks])
     if not tasks[0].trains or one_by_one:
@@ -231,7 +231,7 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Cli
 
 @tensors.without_compiler()
 def adapt_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
-    """The adaptation of a chunk's clients; of a crowd without one it is all in one product."""
+    """Adapt and measure the clients of a chunk; without adaptation many clients are measured in one product."""
     world = load_chunk(world, [task.id for task in tasks])
     if not world.has_many_clients or adapts(world.method) or not isinstance(world.x, Tensor):
         return {task.id: adapt_client(world, number, task) for task in tasks}
@@ -259,7 +259,7 @@ def run_stacked(world: World, number: int, tasks: Sequence[Task]) -> dict[str, C
         uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
     return {
         task.id: ClientReply(
-            {key: value[i] for key, value in uploads.items()},  # all are used, or none
+            {key: value[i] for key, value in uploads.items()},  # views: all are used, or none
             tensors.select(locals_, i),
             scores[i],
             len(world.members[task.id].train),

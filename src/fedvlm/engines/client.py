@@ -1,4 +1,4 @@
-"""What one client does in a round, whichever engine asks: take its rows, measure, update."""
+"""What one client does in a round, in every engine: gather its samples, measure and update."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +19,12 @@ from fedvlm.maths import privacy
 from fedvlm.storage.large_tensors import PagedRows, page_rows
 from fedvlm.tensors import to_float32
 
-PREDICTION_BYTES = 64 << 20  # bytes of rows that are predicted at once
-MANY_CLIENTS = 2000  # clients above which each one's scores are counts: their few rows give no curves
+PREDICTION_BYTES = 64 << 20  # bytes of samples that are predicted at once
+MANY_CLIENTS = 2000  # clients above which scores are only counts: their few samples give no curves
 
 
 class Member(Protocol):
-    """One client as row numbers of the table."""
+    """One client as row numbers of the table of samples."""
 
     @property
     def train(self) -> NDArray[np.int64]: ...
@@ -38,7 +38,7 @@ class Member(Protocol):
 
 @dataclass(frozen=True)
 class ClientRows:
-    """Row numbers of one client, and nothing else about it."""
+    """Row numbers of one client's samples."""
 
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
@@ -56,7 +56,7 @@ DEFAULT_STRENGTH = {"sign-flip": 10.0, "scale": 10.0, "noise": 10.0, "collude": 
 class Attack:
     kind: Kind
     fraction: float  # of the training clients
-    strength: float = 0.0  # 0: the usual one
+    strength: float = 0.0  # 0: the default of its kind
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction < 1:
@@ -74,7 +74,7 @@ class Attack:
 
 
 def choose_attackers(attack: Attack, ids: Sequence[str], seed: int) -> set[str]:
-    """Who attacks, drawn by seed; at least one client."""
+    """Draw the clients that attack by seed; at least one."""
     ordered = sorted(ids)
     count = max(1, round(attack.fraction * len(ordered)))
     drawn = torch.randperm(len(ordered), generator=seeds.generator("attackers", seed))
@@ -83,31 +83,31 @@ def choose_attackers(attack: Attack, ids: Sequence[str], seed: int) -> set[str]:
 
 @dataclass(frozen=True)
 class TrainingTerms:
-    """What everyone knows of a training, also a server that has no rows."""
+    """What everyone knows of a training, also a server that has no samples."""
 
     method: Method
     frozen: Frozen
     seed: int
-    channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
+    channel: Channel = field(default_factory=Channel)  # between client and server
     metrics: bool = False  # measure every metric in every round, not only at the end
     attack: Attack | None = None  # by some of the clients, in a simulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class World(TrainingTerms):
-    """The terms, and what only clients have: their rows."""
+    """The terms, and what only clients have: their samples."""
 
-    x: Any  # (rows, ...) in the view the method's needs ask for: a Tensor, or Rows
-    y: Tensor  # (rows,)
+    x: Any  # (samples, ...) in the view that the method needs: a Tensor, or LazyRows
+    y: Tensor  # (samples,)
     members: Mapping[str, Member]
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
-    secret_noise: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
-    details: bool = False  # tell row by row in the end; never at a deployed site
+    texts: Mapping[str, Tensor] = field(default_factory=dict)  # of clients that bring class descriptions of their own
+    secret_noise: bool = False  # noise from the system's entropy instead of the seed, at a deployed site
+    details: bool = False  # report the last scores sample by sample; never at a deployed site
 
     @cached_property
     def reference_x(self) -> Any:
-        """(references, ...) gathered once, because every client has the same."""
+        """Gather the reference samples (references, ...) once, because every client has the same."""
         return gather_rows(self, self.reference)[0]
 
     @cached_property
@@ -115,7 +115,7 @@ class World(TrainingTerms):
         return page_rows(self.x)
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
-        """(rows, ...) in memory, in the precision in which they are kept."""
+        """Read samples (samples, ...) into memory, in the precision in which they are stored."""
         index, x = torch.from_numpy(rows), self.x
         if not isinstance(x, Tensor):
             return torch.as_tensor(x[index])
@@ -131,19 +131,19 @@ class World(TrainingTerms):
 
     @cached_property
     def noise_size(self) -> int:
-        """Standard normal numbers that each step is given."""
+        """Count the standard normal numbers that each step gets."""
         return self.method.noise(self.frozen) if isinstance(self.method, Noisy) else 0
 
 
 @dataclass(frozen=True)
 class RemoteState:
-    """What stands at a server for local tensors that are at their client: which version of them.
+    """The version of local tensors that are at their client, as the server knows it.
 
     A version is the number of the round that made it plus one, and 0 before any.
     """
 
     version: int = 0
-    names: tuple[str, ...] = ()  # of the tensors, as far as the server was told
+    names: tuple[str, ...] = ()  # of the tensors, as far as the server knows them
 
 
 Local = Tensors | RemoteState
@@ -154,28 +154,28 @@ def local_names(local: Local) -> list[str]:
 
 
 def as_tensors(local: Local) -> Tensors:
-    """Local tensors, where the clients are in this very process."""
+    """Return local tensors of a client in this process."""
     assert not isinstance(local, RemoteState), "these local tensors are at their client"
     return local
 
 
 @dataclass(frozen=True)
 class Task:
-    """One client's part of a round; it trains, or is only measured."""
+    """What one client does in a round: it trains, or is only measured."""
 
     id: str
     sent: Tensors
     local: Local
     trains: bool
-    best_local: Local | None = None  # local tensors of the best round so far, if one is chosen
+    best_local: Local | None = None  # local tensors of the best round so far, if a round is selected
 
     @property
     def local_tensors(self) -> Tensors:
         return as_tensors(self.local)
 
 
-GatherRows = Callable[[World, NDArray[np.int64]], tuple[Any, Tensor]]  # rows and labels by number
-Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metrics of the test
+GatherRows = Callable[[World, NDArray[np.int64]], tuple[Any, Tensor]]  # samples and labels by row number
+Scores = dict[str, Any]  # loss, numbers of samples and correct ones, and metrics of the test samples
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ class ClientReply:
     upload: Tensors | None  # None if the client was only measured
     local: Local
     scores: Scores  # of what the client was sent, before its update
-    rows: int  # that it trains on: what its upload weighs
-    description: Mapping[str, float] | None = None  # by a client that keeps its local tensors
-    is_encoded: bool = False  # the client has put its upload through the channel: it is as it travelled
-    releases: int = 0  # uploads of this training that have left it, by its own count; 0: not said
+    rows: int  # training samples: the weight of its upload
+    description: Mapping[str, float] | None = None  # of its local tensors, by a client on another machine
+    is_encoded: bool = False  # the client itself has encoded its upload for the channel
+    releases: int = 0  # uploads of this training that have left it, by its own count; 0: unknown
 
     @property
     def local_tensors(self) -> Tensors:
@@ -195,16 +195,16 @@ class ClientReply:
 
 @dataclass(frozen=True)
 class RoundReplies:
-    """What came of a round: of those who answered, who did not, and why."""
+    """The replies of a round, and why the other clients did not reply."""
 
     replies: Mapping[str, ClientReply]
     missing: Mapping[str, str] = field(default_factory=dict)
-    secure_sum: Tensors | None = None  # of the uploads, if a secure sum is all there is of them
-    min_clients: int = 0  # how many must be left if some are refused later
+    secure_sum: Tensors | None = None  # of the uploads, if the server only gets their secure sum
+    min_clients: int = 0  # replies that must remain if some are refused later
 
 
 def minibatch_order(world: World, id: str, number: int) -> Tensor:
-    """(steps, batch) rows in this round's order; the last minibatch of an epoch may be short."""
+    """Draw the minibatches of a round (steps, batch); the last of an epoch may be short."""
     rows = len(world.members[id].train)
     epochs, steps_per_epoch, size = world.training_schedule.steps(rows)
     generator = seeds.generator("order", world.seed, id, number)
@@ -221,7 +221,7 @@ def gather_rows(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
 
 
 def client_world(world: World, id: str) -> World:
-    """The world as one client has it: no row of another, but for the public reference."""
+    """Return the world as one client has it: no sample of another client but the public reference."""
     member = world.members[id]
     parts = (member.train, member.validation, member.test, member.calibration, world.reference)
     rows = np.concatenate(parts)
@@ -261,14 +261,14 @@ def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
 
 
 def channel_noise(world: World, id: str, number: int) -> privacy.Draw:
-    """A channel's noise: by seed in a simulation, of the system's entropy at a deployed site."""
+    """Return the noise of the channel: by seed in a simulation, from the system's entropy at a deployed site."""
     if world.secret_noise:
         return privacy.secure_normal
     return privacy.seeded_normal(seeds.generator("channel noise", world.seed, id, number))
 
 
 def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:
-    """Rows of the reference beside each minibatch: shuffled, and from the start when used up."""
+    """Draw the reference samples of each minibatch: shuffled, and again from the start when used up."""
     rows = len(world.reference)
     if not rows:
         return order[:, :0]
@@ -279,7 +279,7 @@ def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tenso
 
 
 def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]) -> Tensor:
-    """(rows, classes) logits, computed in slices where rows are large."""
+    """Return logits (samples, classes), computed in slices where samples are large."""
     width = int(np.prod(world.x.shape[1:]))
     size = max(1, PREDICTION_BYTES // (4 * width))
     return torch.cat(
@@ -291,13 +291,13 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
 
 
 def evaluation_rows(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows a client is judged by: validation (training if there are none), and test."""
+    """Return the rows to evaluate a client on: validation (training if there are none), and test."""
     member = world.members[id]
     return (member.validation if len(member.validation) else member.train), member.test
 
 
 def score_counts(loss: float, rows: Sequence[int], n_correct: Sequence[int]) -> Scores:
-    """As it is recorded; rows and hits are of validation and test. Of no rows there is no loss."""
+    """Return scores as they are recorded, of validation and test; without samples there is no loss."""
     return {
         **({"loss": loss} if rows[0] else {}),
         "validation_rows": rows[0],
@@ -308,7 +308,7 @@ def score_counts(loss: float, rows: Sequence[int], n_correct: Sequence[int]) -> 
 
 
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
-    """Loss on the validation rows (training rows if there are none), hits there and on the test.
+    """Measure the loss on the validation samples (or the training samples), and the correct ones there and in the test.
 
     At the `last` time also, but for a crowd, the metrics of the test rows, with what their diagrams
     are drawn from, and in a simulation the rows' hits and the confusion matrix.

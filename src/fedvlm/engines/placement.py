@@ -1,4 +1,4 @@
-"""A method whose work is done on a GPU, while engines, channel and files keep to the CPU.
+"""Run a method's verbs on a GPU, while engines, channel and files stay on the CPU.
 
 Tensors go there for a verb and what comes of it comes back, so nothing else has to know; rows stay
 there where they fit.
@@ -17,31 +17,31 @@ from fedvlm.devices import CPU, Device, choose_device, free_device_memory, set_d
 from fedvlm.engines.client import World
 from fedvlm.parts.bodies import adapts
 
-RESIDENT_ATTRIBUTE = "resident"  # where a world remembers itself with its rows on a device
-FREE_MEMORY_DIVISOR = 4  # the part of a device's free memory for the rows of all, and for those of a chunk
+RESIDENT_ATTRIBUTE = "resident"  # under which a world stores its copy with samples on a device
+FREE_MEMORY_DIVISOR = 4  # samples of all, and of a chunk, may take this part of a device's free memory
 
 
 def with_device(method: Method, name: Device) -> Method:
-    """The method as it is on the CPU, or placed on a GPU."""
+    """Return the method itself for the CPU, or placed on a GPU."""
     device = choose_device(name)
     return method if device.type == "cpu" else place_method(method, device)
 
 
 class DeviceMethod:
-    """What a placed method is besides."""
+    """The mixin of a method that is placed on a device."""
 
     place: torch.device
 
 
 def place_method(method: Method, device: torch.device) -> Method:
-    """The method with update, update_many, predict and adapt on the device."""
+    """Return the method with update, update_many, predict and adapt on the device."""
     set_deterministic()
     cpu_verbs: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
     if (stacked_method := as_stacked(method)) is not None:
         cpu_verbs["update_many"] = stacked_method.update_many
     if adapts(method):
         cpu_verbs["adapt"] = method.adapt
-    last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
+    last: list[Frozen] = []  # of the latest call: as given, and on the device
     verbs: dict[str, Any] = {name: _device_verb(verb, device, last) for name, verb in cpu_verbs.items()}
     verbs["place"] = device
     verbs["__reduce__"] = lambda self: (place_method, (method, device))  # to worker processes
@@ -52,12 +52,12 @@ def place_method(method: Method, device: torch.device) -> Method:
 
 
 def device_of(method: Method) -> torch.device:
-    """Where a method's verbs are worked out."""
+    """Return the device of a method's verbs."""
     return method.place if isinstance(method, DeviceMethod) else CPU
 
 
 def with_resident_rows(world: World) -> World:
-    """With its rows on the method's device for all rounds, where they take little of its memory.
+    """Return the world with its samples on the method's device, if they take little of its memory.
 
     They go there once, and are gone with the world.
     """
@@ -74,7 +74,7 @@ def with_resident_rows(world: World) -> World:
 
 
 def chunk_factor(device: torch.device, size: int) -> int:
-    """How often what suits a core's cache fits into a device's free memory, as a power of two.
+    """Return how often a chunk for a core's cache fits into a device's free memory, as a power of two.
 
     A CPU gains nothing from more than once.
     """
@@ -92,6 +92,6 @@ def _device_verb(cpu_verb: Callable[..., Any], device: torch.device, last: list[
 
 
 def run_on_device(cpu_verb: Callable[..., Any], device: torch.device, frozen: Frozen, *rest: Any) -> Any:
-    """What a verb gives on the device, also for tensors that it makes itself."""
+    """Run a verb on the device, also for tensors that it makes itself."""
     with device:
         return cpu_verb(frozen, *(to_device(argument, device) for argument in rest))

@@ -1,4 +1,4 @@
-"""One client after the other in this process: slow, plain, and breakpoints work."""
+"""The sequential engine: one client after the other in this process; slow, but breakpoints work."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from fedvlm.tensors import without_compiler
 
 
 class Sequential:
-    """Runs the verbs exactly as the method wrote them."""
+    """Run the verbs exactly as the method wrote them."""
 
     def __init__(self, world: World) -> None:
         self.world = with_resident_rows(world)
@@ -34,7 +34,7 @@ class Sequential:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The same kernels, hence the same bits, as in a worker process."""
+    """Use one thread: the same kernels, hence the same bits, as in a worker process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 @without_compiler()
 def run_client(world: World, number: int, task: Task) -> ClientReply:
-    """Measures what a client was sent, then trains if it takes part in this round."""
+    """Measure a client with what it was sent, then train it if it takes part in this round."""
     with naming_errors(world, number, task.id):
         rows = len(world.members[task.id].train)
         scores = measure(world, task.sent, task.local_tensors, task.id)
@@ -61,7 +61,7 @@ def run_client(world: World, number: int, task: Task) -> ClientReply:
 
 @without_compiler()
 def adapt_client(world: World, number: int, task: Task) -> ClientReply:
-    """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
+    """Adapt a client after the rounds and measure it; an unseen client is only measured."""
     with naming_errors(world, number, task.id):
         local = task.local_tensors
         if task.trains and adapts(world.method):
@@ -73,7 +73,7 @@ def adapt_client(world: World, number: int, task: Task) -> ClientReply:
 
 @contextmanager
 def naming_errors(world: World, number: int, id: str) -> Iterator[None]:
-    """Errors say which method, client and round they come from."""
+    """Name method, client and round in errors."""
     try:
         yield
     except FedVLMError as error:

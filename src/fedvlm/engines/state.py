@@ -1,4 +1,4 @@
-"""What a training has learnt so far, and the plan it follows."""
+"""The state of a training, and the plan it follows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,9 +13,9 @@ from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.storage.large_tensors import ClientStateStore
 from fedvlm.tensors import count_bytes
 
-PLACES_KEY = "places"  # where a shelf has what the state knows
-POOLED_CLIENT = "pooled"  # the client that has everyone's rows, where a run asks for it
-MAX_LOCAL_BYTES_IN_MEMORY = 64 << 20  # bytes of all clients' local tensors above which they are kept on disk
+PLACES_KEY = "places"  # positions of local tensors in a store on disk
+POOLED_CLIENT = "pooled"  # the client that has everyone's samples, in centralised training
+MAX_LOCAL_BYTES_IN_MEMORY = 64 << 20  # local tensors of all clients above it are kept on disk
 Selection = Literal["last", "validation", "oracle"]
 
 
@@ -32,20 +32,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class State:
-    """All that a training has learnt; what is not in here is derived from the settings."""
+    """All that a training has learnt; everything else follows from the settings."""
 
     round: int  # rounds done
     shared: Tensors
     local: Mapping[str, Local]  # by client id, for clients that have taken part
-    best: float = -1.0  # the chosen round's score
+    best: float = -1.0  # score of the selected round
     best_round: int = 0
-    best_shared: Tensors | None = None  # None: the current state is the chosen one
+    best_shared: Tensors | None = None  # None: the current state is the selected one
     best_local: Mapping[str, Local] | None = None
-    channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id
+    channel: Mapping[str, Tensors] = field(default_factory=dict)  # channel state by client id
 
 
 def with_client_count(method: Method, plan: Plan, state: State) -> State:
-    """With the number of clients that may take part, where a method shares a tensor for it."""
+    """Set the number of clients that may take part, if the method shares a tensor for it."""
     name = method.traits.training.client_count
     if name is None:
         return state
@@ -59,12 +59,12 @@ def with_client_count(method: Method, plan: Plan, state: State) -> State:
 
 
 def selects_round(method: Any, plan: Plan) -> bool:
-    """Whether there are rounds to choose between; a method of one exchange is not without it."""
+    """Tell whether there are rounds to select from; a method of one round is always reported after it."""
     return plan.selection != "last" and method.rounds > 1
 
 
 def keep_best(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
-    """Keeps the state if it scores better than every one before it, as the selection says."""
+    """Keep the state if its score is better than that of every earlier one."""
     if plan.selection == "validation":
         score = mean_accuracy(scores, plan.train, "validation") or 0.0
     else:
@@ -81,14 +81,14 @@ def keep_best(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
 
 
 def stores_on_disk(plan: Plan, initial_local: Local) -> bool:
-    """Whether local tensors are on disk: if they are many, and none of a best round is kept."""
+    """Tell whether local tensors are on disk: if they are large, and no best round is kept."""
     if isinstance(initial_local, RemoteState) or plan.selection != "last":
         return False
     return count_bytes(initial_local) * len(plan.train) > MAX_LOCAL_BYTES_IN_MEMORY
 
 
 def update_local(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mapping[str, Local]:
-    """What all clients have once these have trained."""
+    """Return the local tensors of all clients after some have trained."""
     if not isinstance(local, ClientStateStore):
         return {**local, **new}
     local.put({id: as_tensors(local_tensors) for id, local_tensors in new.items()})
@@ -96,7 +96,7 @@ def update_local(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mappin
 
 
 def pack_state(state: State) -> tuple[Tensors, dict[str, Any]]:
-    """A state as flat tensors, with the names of clients and tensors kept apart.
+    """Return a state as flat tensors, and the names of clients and tensors beside them.
 
     Of local tensors that are at their clients there are only versions, of those on a shelf only
     their places, which from now on stay as they are.

@@ -23,9 +23,9 @@ from fedvlm.engines.chunks import adapt_chunk, run_chunk
 from fedvlm.engines.client import ClientReply, Task, World
 from fedvlm.errors import FederationError, FedVLMError
 
-SHARED_MEMORY_BYTES = 64 << 20  # bytes of memory that a worker shares with us; what is more goes by the pipe
+SHARED_MEMORY_BYTES = 64 << 20  # shared with each worker; what exceeds it goes through the pipe
 ALIGNMENT_BYTES = 64
-POLL_SECONDS = 0.5  # seconds until a pool that waits for answers sees that it is stopped
+POLL_SECONDS = 0.5  # after which a waiting pool checks whether it is stopped
 
 
 class WorkerPool:
@@ -33,7 +33,7 @@ class WorkerPool:
         context = get_context("fork")
         self.workers: dict[Connection[Any, Any], WorkerConnection] = {}
         self.processes = []
-        self.is_stopped = False  # also by another thread; then it is only to be closed
+        self.is_stopped = False  # also by another thread; then it can only be closed
         for _ in range(workers):
             parent_end, child_end = context.Pipe()
             memory = mmap(-1, SHARED_MEMORY_BYTES)
@@ -41,18 +41,18 @@ class WorkerPool:
             process = context.Process(
                 target=run_worker, args=(WorkerConnection(child_end, memory), list(self.workers), world), daemon=True
             )
-            with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads
+            with warnings.catch_warnings():  # Python 3.12 warns of any fork while threads run
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             child_end.close()
             self.processes.append(process)
 
     def round(self, number: int, chunks: Sequence[Sequence[Task]], last: bool = False) -> dict[str, ClientReply]:
-        """Every chunk's update, or with `last` its adaptation after the rounds."""
+        """Run the update of every chunk, or with `last` its adaptation after the rounds."""
         try:
             return self._round(number, chunks, last)
         except BaseException:
-            self.is_stopped = True  # what workers still answer is of no round
+            self.is_stopped = True  # late replies belong to no round
             raise
 
     def _round(self, number: int, chunks: Sequence[Sequence[Task]], last: bool) -> dict[str, ClientReply]:
@@ -97,7 +97,7 @@ class WorkerPool:
 
     def close(self) -> None:
         for connection in self.workers:
-            connection.close()  # the worker reads the end of its pipe and leaves
+            connection.close()  # the worker reads the end of its pipe and exits
         for process in self.processes:
             process.join(timeout=5)
             if process.is_alive():
@@ -105,25 +105,25 @@ class WorkerPool:
                 process.join()
 
 
-Place = tuple[int, torch.dtype, torch.Size]  # of a tensor in the room
+Place = tuple[int, torch.dtype, torch.Size]  # offset, type and shape of a tensor in shared memory
 
 
 class WorkerConnection:
-    """To one worker and back: words through a pipe, numbers through memory that both have.
+    """A connection to one worker: messages through a pipe, tensors through shared memory.
 
     A message is put together, given, taken and read before there is another one.
     """
 
     def __init__(self, connection: "Connection[Any, Any]", room: mmap) -> None:
         self.connection, self.memory = connection, room
-        self.sent: Tensors = {}  # of the latest task; the worker still has it
+        self.sent: Tensors = {}  # with the latest task; the worker still has it
         self.used_bytes = 0
-        # what several clients have travels once; held, so that nobody else has its id meanwhile
+        # a tensor of several clients is copied once; it is referenced here, so that its id is not reused meanwhile
         self.places: dict[int, tuple[Tensor, Place]] = {}
         self.read: dict[int, Tensor] = {}
 
     def put(self, tensors: Tensors) -> Any:
-        """Where tensors are in the room; as arrays if it is full, or there is nothing to them."""
+        """Put tensors into shared memory and return their places; arrays if it is full or they are empty."""
         return {key: self._place(tensor) for key, tensor in tensors.items()}
 
     def _place(self, tensor: Tensor) -> Any:
@@ -144,7 +144,7 @@ class WorkerConnection:
         return torch.frombuffer(self.memory, dtype=kind, count=count, offset=start).reshape(shape)
 
     def put_if_new(self, sent: Tensors) -> Any:
-        """Where the tensors are that a task was sent, or None if the one before was sent them."""
+        """Put what a task was sent and return its places, or None if the task before was sent the same."""
         previous, self.sent = self.sent, sent
         if sent.keys() == previous.keys() and all(tensor is previous[key] for key, tensor in sent.items()):
             return None
@@ -160,7 +160,7 @@ class WorkerConnection:
         return self.connection.recv()
 
     def get(self, places: Any) -> Tensors:
-        """The tensors of a message that was taken."""
+        """Return the tensors of a received message."""
         out: Tensors = {}
         for key, place in places.items():
             if not isinstance(place, tuple):
@@ -180,10 +180,10 @@ def lost_worker(number: int) -> FederationError:
 
 
 def run_worker(line: WorkerConnection, inherited: "Sequence[Connection[Any, Any]]", world: World) -> None:
-    """A worker's life: take a chunk, answer, until the pipe closes."""
-    for connection in inherited:  # inherited ends would keep a pipe open after the server is gone
+    """Run chunks and reply until the pipe closes."""
+    for connection in inherited:  # inherited ends would keep a pipe open after the parent has exited
         connection.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server is interrupted, and closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and closes the pipe
     torch.set_num_threads(1)
     while True:
         try:
@@ -204,7 +204,7 @@ def run_worker(line: WorkerConnection, inherited: "Sequence[Connection[Any, Any]
             line.send(("error", FederationError(traceback.format_exc())))
 
 
-# Places or plain arrays: tensors would travel by file handles, which a long run exhausts.
+# Places or plain arrays: tensors would be sent by file handles, which a long run exhausts.
 def _write_reply(line: WorkerConnection, done: ClientReply) -> Any:
     upload = None if done.upload is None else line.put(done.upload)
     return upload, line.put(done.local_tensors), done.scores, done.rows

@@ -1,8 +1,8 @@
-"""Which differences between runs are more than chance: paired bootstrap over seeds and test rows.
+"""Test differences between runs for significance: paired bootstrap over seeds and test samples.
 
-Two runs of the same rows, clients and seeds are compared row by row: what makes a test row hard for
-both cancels out. A column of a table is a weighted mean of shares of hits, so its difference is a
-sum over clients of mean differences of rows, and rows are drawn again within each client.
+Two runs of the same samples, clients and seeds are compared sample by sample, so that a sample's difficulty cancels
+out. A column of a table is a weighted mean of accuracies, so a difference is a sum over clients of mean differences of
+samples, and samples are resampled within each client.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +16,13 @@ from fedvlm import seeds
 from fedvlm.evaluate.protocols.contract import Weights
 
 Cell = tuple[str, str]  # training, client
-Contributions = Mapping[str, NDArray[np.float64]]  # by client: what each of its test rows adds
+Contributions = Mapping[str, NDArray[np.float64]]  # by client: what each of its test samples adds to a column
 BOOTSTRAP_DRAWS = 4000
-ERROR_RATE = 0.05  # that an interval leaves out the true difference
+ERROR_RATE = 0.05  # of a confidence interval
 
 
 def weighted_correct(weights: Weights, correct: Mapping[Cell, NDArray[np.bool_]]) -> Contributions:
-    """One seed's column by client: the sum over clients of the mean of these is its number."""
+    """Weight the correct predictions of one seed; a column is the sum over clients of their means."""
     out: dict[str, NDArray[np.float64]] = {}
     for (training, id), weight in weights.items():
         out[id] = out.get(id, 0.0) + weight * correct[training, id].astype(np.float64)
@@ -35,7 +35,7 @@ def column_value(rows: Contributions) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ours less theirs, a share of hits, with the interval that bootstrap gives it."""
+    """Candidate minus baseline, a difference of accuracies, with its bootstrap confidence interval."""
 
     mean: float
     low: float
@@ -52,9 +52,9 @@ def paired_bootstrap(
     chance: float = ERROR_RATE,
     draws: int = BOOTSTRAP_DRAWS,
 ) -> Difference:
-    """Seeds are drawn again, and in each the rows of every client; both runs get the same draws.
+    """Resample seeds, and within each the samples of every client; both runs get the same draws.
 
-    One seed cannot say how much seeds differ: its interval is of the rows alone, and too narrow.
+    With one seed the variance between seeds is unknown: the interval covers the samples only and is too narrow.
     """
     gaps = [
         [candidate_seed[id] - baseline_seed[id] for id in sorted(candidate_seed)]
@@ -67,7 +67,7 @@ def paired_bootstrap(
     for number, of_seed in enumerate(gaps):
         is_drawn = places == number
         for gap in of_seed:
-            # Rows of the same value are alike: how often each value is drawn is multinomial.
+            # Samples of equal value are exchangeable: how often each value is drawn is multinomial.
             values, counts = np.unique(gap.round(12), return_counts=True)
             drawn = draw.multinomial(len(gap), counts / len(gap), size=int(is_drawn.sum()))
             total[is_drawn] += drawn @ values / len(gap)
@@ -78,9 +78,9 @@ def paired_bootstrap(
 def compare_with_best(
     runs: Mapping[str, Sequence[Contributions]], upper_bounds: Collection[str] = ()
 ) -> tuple[str, dict[str, Difference]]:
-    """The run with the largest mean, upper bounds aside, and the difference of every other one to it.
+    """Return the best run, upper bounds excluded, and the difference of every other run to it.
 
-    The intervals hold together: each leaves its difference out with the chance shared among them.
+    The intervals hold jointly (Bonferroni).
     """
     means = {name: fmean(map(column_value, per_seed)) for name, per_seed in runs.items()}
     best = max([name for name in means if name not in upper_bounds] or means, key=lambda name: means[name])

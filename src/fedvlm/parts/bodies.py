@@ -13,7 +13,7 @@ from fedvlm.tensors import to_float32
 
 
 def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
-    """Cross-entropy over the real rows; nothing at all where there are none.
+    """Return the mean cross-entropy over real samples; 0 if there are none.
 
     With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
     """
@@ -38,7 +38,7 @@ def minibatch(client: Client, step: int) -> Batch:
 
 
 def suppress_client_classes(client: Client, counts: Tensor, smallest: int) -> Client:
-    """The client without the rows of classes whose `counts` are below `smallest`.
+    """Return the client without the samples of classes whose `counts` are below the minimum.
 
     Sums over the rows that are left say nothing of the others, and clients' sums add up to those
     over all rows that were left.
@@ -52,18 +52,18 @@ def send_all(self: Any, shared: Tensors, id: str) -> Tensors:
 
 
 def no_adaptation(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-    """adapt: what the rounds taught is kept as it is."""
+    """adapt: local tensors stay as they are after the rounds."""
     return local
 
 
 def adapts(method: Method) -> bool:
-    """Whether a method does anything after the rounds."""
+    """Tell whether a method adapts after the rounds."""
     return type(method).adapt is not no_adaptation
 
 
 @sums_uploads("samples")
 def mean(self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-    """aggregate: the mean of the uploads, each client weighing as many as it has rows."""
+    """aggregate: the mean of the uploads, weighted by the clients' samples."""
     fractions = weights.double() / weights.double().sum()
     return {
         key: sum(
@@ -78,7 +78,7 @@ def mean(self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor
 def uniform_mean(
     self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
 ) -> Tensors:
-    """aggregate: the mean of the uploads, every client weighing the same."""
+    """aggregate: the unweighted mean of the uploads."""
     return mean(self, shared, uploads, torch.ones_like(weights), ids)
 
 

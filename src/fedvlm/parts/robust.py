@@ -1,4 +1,4 @@
-"""Means that a minority of clients cannot pull away: of (clients, numbers), every client as one.
+"""Robust means of (clients, values), every client with the same weight.
 
 Row counts have no say here: they are the clients' own claims. `krum` and `geometric_median` are
 shares of the clients that follow from the dots between them, so large uploads need no second copy.
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 TRIM_FRACTION = 0.3  # of the clients, cut off at either end
-WEISZFELD_STEPS = 100  # of Weiszfeld's walk to the geometric median
-MIN_RELATIVE_DISTANCE = 1e-9  # distances below it count as this much, relative to the middle one
+WEISZFELD_STEPS = 100  # iterations of Weiszfeld's algorithm for the geometric median
+MIN_RELATIVE_DISTANCE = 1e-9  # smaller distances are clamped, relative to the median distance
 
 
 def mean(x: Tensor) -> Tensor:
@@ -19,25 +19,25 @@ def mean(x: Tensor) -> Tensor:
 
 
 def median(x: Tensor) -> Tensor:
-    """Number by number; of an even count the mean of the two in the middle."""
+    """Return the coordinate-wise median; of an even count the mean of the two in the middle."""
     ordered = x.sort(dim=0).values
     count = len(x)
     return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
 
 
 def trimmed_mean(x: Tensor) -> Tensor:
-    """Number by number, without the largest and the smallest 30 % of the clients."""
+    """Return the coordinate-wise mean without the largest and the smallest 30 % of the clients."""
     cut = int(TRIM_FRACTION * len(x))
     return x.sort(dim=0).values[cut : len(x) - cut].mean(dim=0)
 
 
 def krum(x: Tensor) -> Tensor:
-    """The upload that is nearest to its neighbours, of as many as are sure to be honest."""
+    """Return the upload that is nearest to its neighbours, of as many as are certainly honest."""
     return weighted_mean(krum_weights, x)
 
 
 def geometric_median(x: Tensor) -> Tensor:
-    """The point of the least sum of distances to all uploads."""
+    """Return the point with the least sum of distances to all uploads."""
     return weighted_mean(geometric_median_weights, x)
 
 
@@ -48,19 +48,19 @@ def weighted_mean(weights_from_dots: Callable[[Tensor], Tensor], x: Tensor) -> T
 
 
 def krum_weights(dots: Tensor) -> Tensor:
-    """(clients,) 1 for the chosen one; with fewer than three there is nobody to compare with."""
+    """Return (clients,) weights: 1 for the selected client; equal weights for fewer than three."""
     count = len(dots)
     if count < 3:
         return torch.full((count,), 1 / count, dtype=dots.dtype)
-    attackers = (count - 3) // 2  # as many as the rule can stand
+    attackers = (count - 3) // 2  # the most that the rule tolerates
     neighbour_distances = distances(dots).sort(dim=1).values[:, 1 : count - attackers - 1]
     scores = neighbour_distances.square().sum(dim=1)
-    best = (scores == scores.min()).to(dots.dtype)  # of equals the mean, whatever their order
+    best = (scores == scores.min()).to(dots.dtype)  # ties are averaged, whatever their order
     return best / best.sum()
 
 
 def geometric_median_weights(dots: Tensor) -> Tensor:
-    """(clients,) by Weiszfeld's walk, begun among the half that is nearest to the others."""
+    """Return (clients,) weights by Weiszfeld's algorithm, started at the half nearest to the others."""
     pairwise = distances(dots)
     closeness = pairwise.median(dim=1).values
     weights = (closeness <= closeness.median()).to(dots.dtype)
@@ -75,7 +75,7 @@ def geometric_median_weights(dots: Tensor) -> Tensor:
 
 
 def distances(dots: Tensor) -> Tensor:
-    """(clients, clients) from the dots; rounding cannot make them negative."""
+    """Return distances (clients, clients) from the dot products, clamped at 0."""
     size = dots.diagonal()
     return (size[:, None] + size - 2 * dots).clamp(min=0).fill_diagonal_(0).sqrt()
 

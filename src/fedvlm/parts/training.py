@@ -1,4 +1,4 @@
-"""One gradient walk over a client's minibatches, and the steppers that go with it."""
+"""Gradient training over a client's minibatches: SGD, Adam, and closed-form gradients of linear heads."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,12 +16,12 @@ from fedvlm.parts.bodies import minibatch
 from fedvlm.tensors import count_bytes, to_float32
 
 LARGE_WEIGHTS_BYTES = 64 << 20  # bytes of weights
-# a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
+# a tensor, its gradient and its optimiser state -> the new tensor and state
 Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
-States = dict[str, Tensors]  # what was kept from the last step, of each trained tensor
-# what is trained and its gradients, the states, and by tensor whether it is its turn (bool)
+States = dict[str, Tensors]  # optimiser state of each trained tensor
+# trained tensors, their gradients, the states, and by tensor whether it is trained in this step (bool)
 Move = Callable[[Tensors, Tensors, States, Tensors], None]
-# what is trained, what is kept and a minibatch -> the loss, and new values of what is kept
+# trained tensors, memory tensors and a minibatch -> the loss, and new memory tensors
 Objective = Callable[[Tensors, Tensors, Batch], tuple[Tensor, Tensors]]
 STATE_PREFIX = "state "  # starts the names of local tensors that hold an optimiser's state over the rounds
 
@@ -68,7 +68,7 @@ def adam(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Clien
 
 
 def adam_moments(trained: Tensors) -> Tensors:
-    """Local tensors in which `adam` keeps its moments from round to round, for `init`."""
+    """Return local tensors, for `init`, in which `adam` keeps its moments from round to round."""
     return {
         f"{STATE_PREFIX}{name} {key}": torch.zeros_like(value)
         for key, tensor in trained.items()
@@ -77,7 +77,7 @@ def adam_moments(trained: Tensors) -> Tensors:
 
 
 def split_state(local: Tensors) -> tuple[Tensors, States]:
-    """Local tensors of the method, and what its optimiser kept of each trained one."""
+    """Return the local tensors of the method, and the optimiser state of each trained one."""
     states: States = {}
     for key, value in local.items():
         if key.startswith(STATE_PREFIX):
@@ -91,7 +91,7 @@ def join_state(states: States) -> Tensors:
 
 
 def per_tensor(step: Stepper) -> Move:
-    """One tensor after the other: a whole tower is large to hold twice."""
+    """Step one tensor after the other: a tower is too large to hold twice."""
     none = torch.zeros(())
 
     def move(trained: Tensors, gradients: Tensors, states: States, turns: Tensors) -> None:
@@ -105,7 +105,7 @@ def per_tensor(step: Stepper) -> Move:
 
 
 def where_active(turn: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The new value where it is its turn, which with a leading axis is each client's own."""
+    """Return the new value where the step is active, client by client if there is a leading axis."""
     shape = (*turn.shape, *[1] * (new.ndim - turn.ndim)) if turn.ndim else ()
     return torch.where(turn.reshape(shape) if shape else turn, new, old)
 
@@ -120,7 +120,7 @@ def train_minibatches(
     eager: bool = False,
     batches: Callable[[Client, int], Batch] = minibatch,
 ) -> tuple[Tensors, Tensors]:
-    """Walks the minibatches, one optimiser step each; a step without a real row changes nothing.
+    """Train on the minibatches, one optimiser step each; a step without a real sample changes nothing.
 
     `loss` returns the loss, or the loss and new values of tensors named in `memory`. `move` changes
     what is trained in its dict, and may keep states there from step to step. An `eager` walk is
@@ -142,7 +142,7 @@ def train_minibatches(
         result = self.loss(frozen, shared, local_values, batch, sent)
         return result if isinstance(result, tuple) else (result, {})
 
-    plain = eager or "image tower" in self.traits.needs  # such clients go one by one
+    plain = eager or "image tower" in self.traits.needs  # such clients are trained one by one
     gradient_of = autograd_gradients(objective) if plain else grad_and_value(objective, has_aux=True)
     epochs = epoch_of(self, client.order)
     for index in range(client.order.shape[-2]):
@@ -167,14 +167,14 @@ def train_minibatches(
 
 
 def epoch_of(self: Any, order: Tensor) -> Tensor:
-    """(..., steps): in which pass over its rows a step is; steps without a row do not count."""
+    """Return (..., steps) the epoch of each step; steps without a sample do not count."""
     real = (order >= 0).any(dim=-1)
     steps_per_epoch = real.sum(dim=-1, keepdim=True) // schedule(self).local_epochs
     return (real.cumsum(dim=-1) - 1).clamp(min=0) // steps_per_epoch.clamp(min=1)
 
 
 def autograd_gradients(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:
-    """`grad_and_value` by autograd alone: under vmap it would not do.
+    """Return `grad_and_value` by autograd alone, which does not work under vmap.
 
     torch.func keeps what a second derivative would need, which for a tower is gigabytes.
     """
@@ -188,7 +188,7 @@ def autograd_gradients(objective: Objective) -> Callable[[Tensors, Tensors, Batc
             value = loss.detach()
         del loss, remembered
         if count_bytes(trained) > LARGE_WEIGHTS_BYTES:
-            release_memory()  # what the minibatch held, before the step takes its own
+            release_memory()  # of the minibatch, before the step allocates its own
         return dict(zip(inputs, gradients, strict=True)), (value, after)
 
     return gradients_of
@@ -205,7 +205,7 @@ def fused_adam(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients
 
 
 def fused_move(self: Any) -> Move:
-    """Steps on copies that are made before the first."""
+    """Step in place on copies that are made before the first step."""
     settings = schedule(self)
     is_started = False
 
@@ -232,7 +232,7 @@ def adam_step(
     squares: list[Tensor],
     counts: list[Tensor],
 ) -> None:
-    """One step of Adam on all values, in place."""
+    """Take one step of Adam on all values, in place."""
     fused_step(
         values,
         gradients,
@@ -255,12 +255,12 @@ def adam_step(
 ExtraGradient = Callable[[Tensor], Tensor | float]
 
 
-# (clients, batch, dim) scaled rows, (clients, batch, 1) labels and weights, (clients, 1, 1) going
+# (clients, batch, dim) scaled samples, (clients, batch, 1) labels and weights, (clients, 1, 1) active
 LinearBatch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def iterate_batches(scale: float, clients: Client) -> Iterator[LinearBatch]:
-    """The minibatches in which anyone has a row."""
+    """Yield the minibatches in which any client has a sample."""
     rows_of, labels = clients.x.flatten(0, 1), clients.y.clamp(min=0).flatten()
     first = torch.arange(len(clients.y))[:, None] * clients.y.shape[1]
     for rows in clients.order.unbind(1):
@@ -277,7 +277,7 @@ def iterate_batches(scale: float, clients: Client) -> Iterator[LinearBatch]:
 
 
 def head_gradient(head: Tensor, batch: Tensor, batch_labels: Tensor, sample_weights: Tensor) -> Tensor:
-    """(clients, classes, dim) the gradient of each client's mean cross-entropy."""
+    """Return the gradients (clients, classes, dim) of the clients' mean cross-entropies."""
     errors = torch.bmm(batch, head.mT).log_softmax(2).exp_()
     errors.scatter_(2, batch_labels, errors.gather(2, batch_labels) - 1)
     return torch.bmm(errors.mul_(sample_weights).mT, batch)
@@ -292,7 +292,7 @@ def train_heads(self: Any, scale: float, head: Tensor, clients: Client, extra_gr
     for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
         gradient = head_gradient(head, batch, batch_labels, sample_weights)
         gradient = (gradient + extra_gradient(head)).add_(head, alpha=settings.weight_decay)
-        # A client without rows in this step keeps its head and its speed.
+        # A client without samples in this step keeps its head and its velocity.
         velocity = (
             torch.where(is_active, settings.momentum * velocity + gradient, velocity) if settings.momentum else gradient
         )
@@ -309,7 +309,7 @@ def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Cl
     """
     settings = schedule(self)
     initial_logit_map, square = torch.bmm(head, first), torch.bmm(head, head.mT)
-    part = initial_logit_map.new_ones(len(head), 1, 1)  # of the first map that is left
+    part = initial_logit_map.new_ones(len(head), 1, 1)  # fraction of the initial map that is left
     added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
     for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
         gradient = head_gradient(
@@ -325,7 +325,7 @@ def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Cl
 
 
 def map_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
-    """update_many: every client's `parts.sgd` of a local `head` over a shared `map`, in turns."""
+    """update_many: every client's `parts.sgd` of a local `head` over a shared `map`, alternating."""
     epochs = epoch_of(self, clients.order)
 
     def turn(key: str) -> Client:

@@ -1,4 +1,4 @@
-"""What the prompts of a run look at: similarity and transport plan over an image's patches."""
+"""Explain prompts: similarity and transport plan over an image's patches, and maps of local prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def explain(
 
 
 def read_image(path: Path) -> Any:
-    """A decoded image; an error names the file."""
+    """Read and decode an image; an error names the file."""
     try:
         return decode(path.read_bytes())
     except OSError as error:
@@ -104,7 +104,7 @@ def read_image(path: Path) -> Any:
 
 
 def patch_grid(patches: int, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of square patches that fill an image."""
+    """Return rows and columns of square patches that fill an image."""
     rows = max(1, round(sqrt(patches * height / width)))
     if patches % rows or abs(height / rows - width * rows / patches) > 1:
         raise EncoderError(
@@ -125,13 +125,13 @@ class PromptMap:
 
 
 def local_prompts(result: Record, seed: int | None = None) -> dict[str, Tensor]:
-    """What the clients of a run's first training have learnt for themselves, if it is a prompt."""
+    """Return the local prompts of the clients of a run's first training."""
     prompts = {id: prompt.get("local prompt", prompt.get("prompt")) for id, prompt in result.local(seed=seed).items()}
     return {id: prompt for id, prompt in prompts.items() if prompt is not None and prompt.ndim == 2}
 
 
 def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
-    """t-SNE of what the clients of a run's first training have learnt for themselves."""
+    """Map the local prompts of a run's first training by t-SNE."""
     result = run if isinstance(run, Record) else Record(Path(run))
     identity = result.manifest["identity"]
     local = local_prompts(result, seed)

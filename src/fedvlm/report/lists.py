@@ -1,4 +1,4 @@
-"""What there is to choose from, as rows a person or a program can read."""
+"""List methods, encoders, data sets, metrics, protocols, experiments and papers."""
 
 from collections.abc import Callable
 from dataclasses import fields

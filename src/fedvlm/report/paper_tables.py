@@ -1,4 +1,4 @@
-"""A paper's table with ours in it: of every printed number ours, theirs, the gap and a verdict."""
+"""Print a paper's table with measured numbers: measured, printed, difference and verdict."""
 
 import re
 from collections import Counter
@@ -40,7 +40,7 @@ ColumnStatistics = Mapping[str, tuple[float | None, float | None]]  # mean and d
 
 @dataclass(frozen=True)
 class PaperCell:
-    """A printed number and what a run has in its place, in the unit of the print."""
+    """A printed number and the measured one of a run, in the printed unit."""
 
     number: PrintedNumber
     measured: float | None
@@ -54,7 +54,7 @@ class PaperCell:
 
 
 def compare_with_paper(name: str, results: Sequence[Record]) -> list[PaperCell]:
-    """All printed numbers of a table or figure, in their order, with the nearest run of each."""
+    """Return all printed numbers of a table or figure with the closest run of each."""
     theirs = numbers()[find_item(name).name]
     requested = {
         name for number in theirs for start, name in COLUMN_BY_PREFIX.items() if number.column.startswith(start)
@@ -73,7 +73,7 @@ def _run_columns(result: Record, requested: set[str], results: Sequence[Record])
 
 
 def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.Table]:
-    """What a run has more on unseen clients than the zero-shot run beside it, seed by seed."""
+    """Return the gains of a run over zero-shot on unseen clients, seed by seed."""
     identity = result.manifest["identity"]
     base = [
         run
@@ -111,7 +111,7 @@ def _cell(number: PrintedNumber, results: Sequence[Record], column_statistics: S
 
 
 def items_of(results: Sequence[Record]) -> list[str]:
-    """The tables and figures that the experiments of some runs reproduce."""
+    """Return the tables and figures that the experiments of some runs reproduce."""
     named = [item for run in results for item in run.manifest.get("reproduces", ())]
     if not named:
         raise SettingsError(
@@ -121,7 +121,7 @@ def items_of(results: Sequence[Record]) -> list[str]:
 
 
 def paper_table(name: str, results: Sequence[Record], form: str = "text") -> str:
-    """An item in the layout of its paper; csv and json have a line per number."""
+    """Return an item in the layout of its paper; csv and json have a row per number."""
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
     cells = compare_with_paper(name, results)
@@ -139,7 +139,7 @@ def paper_table(name: str, results: Sequence[Record], form: str = "text") -> str
 
 
 def paper_tables(names: Sequence[str], results: Sequence[Record], form: str = "text") -> str:
-    """Several items one after the other; csv and json are one list."""
+    """Return several items one after the other; csv and json are one list."""
     if form in tables.TIDY_FORMS:
         lines = [line for name in names for line in _csv_rows(compare_with_paper(name, results), form)]
         return tables.serialise(lines, CSV_COLUMNS, form)
@@ -147,13 +147,13 @@ def paper_tables(names: Sequence[str], results: Sequence[Record], form: str = "t
 
 
 def summary(cells: Sequence[PaperCell]) -> str:
-    """How many numbers have which verdict."""
+    """Count the verdicts."""
     counts = Counter(cell.verdict.word if cell.verdict else "not run" for cell in cells)
     return f"{len(cells)} numbers: " + ", ".join(f"{n} {word}" for word, n in counts.most_common())
 
 
 def _format_line(text: str, form: str) -> str:
-    """A line around tables, as a form has it."""
+    """Format a line around tables."""
     return {"latex": f"% {text}\n", "markdown": f"{text}\n\n"}.get(form, f"{text}\n")
 
 
@@ -162,7 +162,7 @@ Columns = dict[str, dict[str, PaperCell]]  # by heading: cells by row
 
 
 def _open_settings(number: PrintedNumber) -> str:
-    """The settings beside the method's in which the numbers of an item differ."""
+    """Return the settings, other than the method's, in which the numbers of an item differ."""
     all_settings = [settings.settings for settings in numbers()[number.name]]
     words = [
         f"{key}={_value(value)}"
@@ -177,7 +177,7 @@ def _value(value: Any) -> str:
 
 
 def _row_names(cells: Sequence[PaperCell]) -> list[str]:
-    """What each cell's row is called; with the method's settings where the name is not enough."""
+    """Return the name of each cell's row, with the method's settings where it is ambiguous."""
     keys = [(cell.number.row, cell.number.data, _open_settings(cell.number), cell.number.column) for cell in cells]
     if len(set(keys)) == len(keys):
         return [cell.number.row for cell in cells]
@@ -192,7 +192,7 @@ def _method_settings(number: PrintedNumber) -> dict[str, Any]:
 
 
 def _split_tables(cells: Sequence[PaperCell]) -> list[tuple[str, Columns]]:
-    """A table per data set and setting, cut where it is too wide, each with its title.
+    """Split into a table per data set and setting, none too wide, each with its title.
 
     Where these have one column only they stand side by side.
     """
@@ -233,7 +233,7 @@ def _split_headings(heads: Sequence[str]) -> list[list[str]]:
 
 
 def _table_body(columns: Columns, marks: dict[str, int], form: str) -> tuple[list[str], list[list[str]]]:
-    """Four lines per row of the paper; marks gathers the reasons of verdicts."""
+    """Return four lines per row of the paper; `marks` collects the reasons of verdicts."""
     head = ["", "", *columns]
     body = []
     for row in dict.fromkeys(row for cells_by_row in columns.values() for row in cells_by_row):
@@ -268,7 +268,7 @@ def _format_with_std(number: PrintedNumber, value: float | None, deviation: floa
 
 
 def _csv_rows(cells: Sequence[PaperCell], form: str) -> list[dict[str, Any]]:
-    """A line per number, rounded as tables have it."""
+    """Return a row per number, rounded as in tables."""
     body = []
     for cell in cells:
         number = cell.number

@@ -1,4 +1,4 @@
-"""What the papers print, as data: every number of their tables, and a verdict on ours beside it."""
+"""Read the numbers that papers print, judge measured ones against them, and list what can be reproduced."""
 
 import csv
 import tomllib
@@ -102,12 +102,12 @@ def papers_folder() -> Path:
 
 
 def items(place: Path | None = None) -> dict[str, Item]:
-    """All tables and figures by name, as fedot-v1/T1; of the files in a folder, or the shipped."""
+    """Return all tables and figures by name, e.g. fedot-v1/T1, of a folder or of those shipped."""
     return _items(place or papers_folder())
 
 
 def numbers(place: Path | None = None) -> dict[str, tuple[PrintedNumber, ...]]:
-    """The numbers of each table and figure, in the order of the print; those without have none."""
+    """Return the numbers of each table and figure in the order of print."""
     return _numbers(place or papers_folder())
 
 
@@ -159,7 +159,7 @@ def _numbers(place: Path) -> dict[str, tuple[PrintedNumber, ...]]:
 def _lines(
     path: Path, columns: list[str], read: Mapping[str, Callable[[str], Any]]
 ) -> Iterable[tuple[int, dict[str, Any]]]:
-    """The lines of a file with their numbers; a line that does not fit is refused."""
+    """Yield line numbers and values of a file; an invalid line is refused."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -220,12 +220,12 @@ def _parse_grids(text: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def differences(expected: Values, identity: Mapping[str, Any]) -> list[str]:
-    """In which settings a run is not what is wanted; identity is that of its manifest."""
+    """Return the settings in which a run's identity differs from those expected."""
     return flat_differences(expected, flatten(identity))
 
 
 def flat_differences(expected: Values, settings: Values) -> list[str]:
-    """`differences` of an identity by dotted names."""
+    """Return the differences of settings by dotted names."""
     out = []
     for key, value in expected.items():
         actual = settings.get(key)
@@ -238,7 +238,7 @@ def flat_differences(expected: Values, settings: Values) -> list[str]:
 
 
 def matches_method(number: PrintedNumber, identity: Mapping[str, Any]) -> bool:
-    """Whether a run is of the method, with its settings, that a number is printed for."""
+    """Whether a run has the method and settings that a number is printed for."""
     if not number.method:
         return number.of_data
     method_settings = {key: value for key, value in number.settings.items() if key.startswith("method.")}
@@ -246,7 +246,7 @@ def matches_method(number: PrintedNumber, identity: Mapping[str, Any]) -> bool:
 
 
 def incomparable_reason(number: PrintedNumber, identity: Mapping[str, Any]) -> str:
-    """Why a run cannot be compared with a number; empty if it can."""
+    """Return why a run cannot be compared with a number; empty if it can."""
     if identity.get("smoke"):
         return "a smoke run"
     expected = {"data": number.data, **find_item(number.name).settings, **number.settings}
@@ -303,7 +303,7 @@ PLOT_ALIASES = {
 
 @dataclass(frozen=True)
 class CoveredItem:
-    """An item, whether its experiments run all of it, and what they lack."""
+    """An item, whether its experiments run all of it, and what is missing."""
 
     item: Item
     state: State
@@ -312,14 +312,14 @@ class CoveredItem:
 
 
 def available_features() -> set[str]:
-    """What items may need besides runs: columns, pictures, ways of making clients."""
+    """Return the columns, plots and partitions that items may need."""
     columns = {f"column:{name}" for name in COLUMNS}
     plots = {*(f"plot:{kind}" for kind in PLOTS), *(key for key in PLOT_ALIASES if PLOT_ALIASES[key] in PLOTS)}
     return {*OTHER_FEATURES, *columns, *plots, *(f"clients:{way}" for way in get_args(PartitionKind))}
 
 
 def expected_runs(item: Item) -> list[Values]:
-    """The runs an item consists of, as the settings in which they must agree with it."""
+    """Return the settings of the runs that an item consists of."""
     rows: list[dict[str, Any]] = []
     for grid in item.wants:
         swept = flatten(grid.get("sweep", {}))
@@ -337,7 +337,7 @@ def expected_runs(item: Item) -> list[Values]:
 
 
 def item_coverage(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> CoveredItem:
-    """What of an item the runs of the experiments that name it are; runs are identities."""
+    """Return how much of an item the runs of its experiments cover; runs are identities."""
     identities = [flatten(identity) for runs_of_experiment in runs.values() for identity in runs_of_experiment]
     backbone = {key: value for key, value in item.settings.items() if key == "encoder"}
     missing, has_other_backbone = [], False
@@ -361,7 +361,7 @@ def item_coverage(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -
 
 @cache
 def runs_by_item() -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The runs, as their identities, of the experiments that say they reproduce an item."""
+    """Return the identities of the runs of the experiments that reproduce an item."""
     named: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in items()}
     for name, path in experiments().items():
         values = read_toml(path)
@@ -374,13 +374,13 @@ def runs_by_item() -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 @cache
 def all_coverage() -> tuple[CoveredItem, ...]:
-    """All tables and figures, and what the experiments that name them run of them."""
+    """Return the coverage of all tables and figures."""
     named = runs_by_item()
     return tuple(item_coverage(item, named[name]) for name, item in items().items())
 
 
 def coverage() -> list[dict[str, Any]]:
-    """A row per document and one for all; full means that it runs as published.
+    """Return a row per document and one for all; full means that it runs as published.
 
     "on real data" counts items that were run on the data of the paper.
     """
@@ -414,7 +414,7 @@ def _detail(covered_item: CoveredItem) -> dict[str, Any]:
 def settings_of_item(
     name: str, overrides: Mapping[str, Any], assignments: Sequence[str] = ()
 ) -> tuple[list[str], list[Settings]]:
-    """The experiments that reproduce an item, and those of their runs that it consists of.
+    """Return the experiments that reproduce an item, and those of their runs that it consists of.
 
     `given` and assignments, as `--set` has them, are laid over the settings of each; other data are
     read in their own way. Runs that this makes the same are one.

@@ -1,4 +1,4 @@
-"""Everything a run, an export, a store or the cache says, held against its digests."""
+"""Verify the files of a run, an exported classifier, a table of embeddings or the cache by their checksums."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ Problems = list[tuple[str, str]]  # the name of a file or row, and what is wrong
 
 
 def verify_files(target: str) -> tuple[int, Problems]:
-    """How many files (rows, in the cache) were looked at, and what is wrong with which."""
+    """Return how many files (rows of the cache) were checked, and the problems by name."""
     path = Path(target).expanduser()
     if target == "cache" and not path.exists():
         return _verify_cache(cache_directory())

@@ -1,4 +1,4 @@
-"""What each client has uploaded in a run, and how much it says of single rows.
+"""Audit what each client uploaded in a run, and how much it reveals about single samples.
 
 A record keeps no uploads. The first one (of a warm start, if there is one) is computed again from
 the start, exactly as it was; for a method of several rounds also the next one, which would follow
@@ -40,7 +40,7 @@ def audit(
     embedded: EmbeddedTable | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
-    """One line per client and upload of a training (the first one if no `training` is named)."""
+    """Return a line per client and upload of a training (the first one by default)."""
     result = Record(Path(folder))
     settings, rows = reopen_run(result, embedded, progress or (lambda activity, done, total: None))
     seed = settings.seeds[0] if seed is None else seed
@@ -92,12 +92,14 @@ def replay_exchanges(
 
 
 def reopen_run(result: Record, embedded: EmbeddedTable | None, progress: Progress) -> tuple[Settings, EmbeddedTable]:
-    """The settings and the very rows of a finished run."""
+    """Return the settings and the same samples of a finished run."""
     about = result.manifest
     _ = result.tables  # refuses a run that is not finished
     settings = build(about["identity"])
     if about["memory"] and embedded is None:
-        raise SettingsError(f"{result.folder} took its rows from memory; call fedvlm.runner.audit.audit with them")
+        raise SettingsError(
+            f"{result.folder} took its samples from memory; call fedvlm.runner.audit.audit(..., embedded=...) with them"
+        )
     rows = embedded if embedded is not None else load(settings, progress)[0]
     if settings.smoke:
         settings, rows = shrink_for_smoke(settings, rows)
@@ -119,7 +121,7 @@ def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
 
 
 def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) -> Tensors:
-    """An upload as the server has it, behind the channel; a secure sum would hide it."""
+    """Return an upload as the server decodes it; a secure sum would hide it."""
     draw = seeded_normal(seeds.generator("channel noise", terms.seed, task.id, number))
     pipeline = UploadPipeline(terms.channel)
     encoded, _ = pipeline.encode(upload, task.sent, {}, draw)
@@ -127,7 +129,7 @@ def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) 
 
 
 def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> Line:
-    """The fields of an upload, its bytes, and the rows of the smallest class it tells of."""
+    """Return the fields and bytes of an upload, and the samples of the smallest class in it."""
     upload = received[id]
     labels = world.y[torch.from_numpy(world.members[id].train)]
     counts = torch.bincount(labels, minlength=len(world.frozen.classes))
@@ -150,7 +152,7 @@ def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> L
 
 
 def upload_auc(world: World, task: Task, received: Mapping[str, Tensors], initial_local: Tensors) -> float | None:
-    """By the upload alone: likeness to its class means, or the loss of the model that it is."""
+    """Return the AUC of membership inference from the upload alone, by its class means or by the loss of its model."""
     upload = received[task.id]
     means = {}
     if isinstance(world.method, ClassStatistics):
@@ -182,7 +184,7 @@ def _means_auc(world: World, id: str, own_means: Tensor, mean_of_others: Tensor)
 
 
 def loss_auc(world: World, sent: Tensors, local: Tensors, id: str) -> float | None:
-    """Rows that were trained on have a smaller loss: how well that tells them from test rows."""
+    """Return the AUC of membership inference by loss: training samples have a smaller one than test samples."""
     member = world.members[id]
 
     def scores(rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What runs need before they begin: data, where to get them, an encoder, and roughly how long."""
+"""Forecast what runs need before they begin: data, encoder, time and memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from fedvlm.runner.load import SMOKE_CLIENTS, SMOKE_ROUNDS, SMOKE_SAMPLES, SMOKE
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
-# Of CLIP's image towers: tokens, width, layers.
+# Tokens, width and layers of CLIP's image towers.
 TOWER_SHAPES = {
     "demo": (37, 128, 3),
     "clip-vit-base-patch32": (50, 768, 12),
@@ -29,15 +29,15 @@ TOWER_SHAPES = {
     "clip-vit-large-patch14": (257, 1024, 24),
     "clip-vit-large-patch14-336": (577, 1024, 24),
 }
-RESNET_FLOPS = {"RN50": 1.22e10, "RN101": 1.95e10, "RN50x4": 4.26e10}  # operations of an image, counted
-TEXT_TOWER_SHAPE, DEMO_TEXT_SHAPE = (20, 512, 12), (10, 128, 2)  # tokens of a usual prompt with its class name
-BACKWARD_FACTOR = 3  # a step forward and back, against one forward
-# Seconds beside the operations of towers; docs/papers/results-speed.md says how they were measured.
-RUN_SECONDS = 1.0  # of opening data and encoder, and of writing a record
+RESNET_FLOPS = {"RN50": 1.22e10, "RN101": 1.95e10, "RN50x4": 4.26e10}  # floating-point operations per image
+TEXT_TOWER_SHAPE, DEMO_TEXT_SHAPE = (20, 512, 12), (10, 128, 2)  # with the tokens of a typical prompt
+BACKWARD_FACTOR = 3  # cost of forward and backward, relative to forward
+# Seconds besides the operations of towers; docs/papers/results-speed.md tells how they were measured.
+RUN_SECONDS = 1.0  # to open data and encoder, and to write a record
 ROUND_SECONDS = 0.015
-STEP_SECONDS = 0.0006  # of a minibatch
-REFERENCE_FACTOR = 8  # times that, of one that adapts to a reference set
-PROMPT_STEP_SECONDS = 0.002  # more of it, if it goes through a text tower: many small products
+STEP_SECONDS = 0.0006  # per minibatch
+REFERENCE_FACTOR = 8  # factor for methods that adapt to a reference set
+PROMPT_STEP_SECONDS = 0.002  # in addition, through a text tower: many small products
 # Of a training on cached embeddings: seconds of a client in a round and of a step beside its
 # products, operations of a step for each row and number that is trained, and a core's operations.
 CLIENT_SECONDS, BARE_STEP_SECONDS, FLOPS_PER_PARAMETER, CORE_FLOPS_PER_SECOND = 1e-3, 2e-4, 10, 5e10
@@ -45,7 +45,7 @@ MATRIX_SIDE, SPEED_TRIALS = 1024, 5  # of the matrices that this machine's speed
 
 
 def describe_requirements(settings: Sequence[Settings]) -> list[str]:
-    """A line for each data set and encoder, and one for the time that all of it takes."""
+    """Return a line for each data set and encoder, and one for the total time."""
     lines = []
     entries = catalogue()
     for name, root in dict.fromkeys(
@@ -57,7 +57,7 @@ def describe_requirements(settings: Sequence[Settings]) -> list[str]:
         kind, _, place = encoder.partition(":")
         if kind == "openai" and not Path(place).exists():
             lines.append(
-                f"encoder {encoder}: {place} is NOT there; put OpenAI's weights there as "
+                f"encoder {encoder}: {place} is missing; put OpenAI's weights there as "
                 ".safetensors, with tokenizer.json (docs/how-to/data.md)"
             )
         if kind == "hf" and not Path(place).is_dir():
@@ -76,8 +76,8 @@ def _describe_data(entry: Entry, root: str) -> str:
     if not root:
         return f"data {entry.name}: " + ("comes with fedvlm" if entry.place else entry.home)
     if Path(root).exists():
-        return f"data {entry.name}: {root} is there"
-    return f"data {entry.name}: {root} is NOT there; put {entry.shape} (from {entry.home})"
+        return f"data {entry.name}: {root} exists"
+    return f"data {entry.name}: {root} is missing; put {entry.shape} (from {entry.home})"
 
 
 def _n_trainings(settings: Settings, entry: Entry | None) -> int:
@@ -93,17 +93,17 @@ def _describe_time(settings: Sequence[Settings], entries: dict[str, Entry]) -> s
         if _flops_per_image(run_settings) and (e := entries.get(run_settings.data)) and e.total
     ]
     if not able:
-        return "how long is not known for these data and this encoder"
+        return "the time is unknown for these data and this encoder"
     seconds = estimate_seconds(able, entries, _measure_speed())
     unknown_data = sorted(
         {run_settings.data for run_settings in settings} - {run_settings.data for run_settings in able}
     )
     suffix = f", and more for {', '.join(unknown_data)}" if unknown_data else ""
-    return f"roughly {format_duration(seconds)}{suffix} (operations counted, at this machine's speed; not measured)"
+    return f"roughly {format_duration(seconds)}{suffix} (from operation counts and this machine's speed, not measured)"
 
 
 def estimate_seconds(settings: Sequence[Settings], entries: Mapping[str, Entry], speed: float) -> float:
-    """Seconds that runs take together; speed is in operations a second."""
+    """Return the seconds that all runs take; speed is in operations per second."""
     encoded: set[tuple[str, str]] = set()
     seconds = 0.0
     for run_settings in settings:
@@ -119,7 +119,7 @@ def estimate_seconds(settings: Sequence[Settings], entries: Mapping[str, Entry],
 
 
 def _flops_per_image(settings: Settings) -> float:
-    """Operations of an image's way through the encoder; 0 if they are not known."""
+    """Return the operations to encode an image; 0 if unknown."""
     name = settings.encoder.partition(":")[2].rstrip("/").rpartition("/")[2] or settings.encoder
     name = name.removesuffix(".safetensors")
     return RESNET_FLOPS.get(name) or (_forward_flops(TOWER_SHAPES[name]) if name in TOWER_SHAPES else 0.0)
@@ -131,7 +131,7 @@ def _n_samples(settings: Settings, entry: Entry) -> int:
 
 
 def _round_seconds(settings: Settings, entry: Entry, speed: float) -> float:
-    """Seconds of a round: its steps, and passes through towers."""
+    """Return the seconds of a round: its steps, and passes through towers."""
     divisor = 2 if settings.protocol == BaseToNew.name else 1  # of the classes
     classes = max(1, len(entry.classes) // divisor)
     train = settings.clients.ratios[0] * _n_samples(settings, entry) / divisor
@@ -140,7 +140,7 @@ def _round_seconds(settings: Settings, entry: Entry, speed: float) -> float:
         train = min(train, settings.clients.shots * classes * n_domains)
     plan = schedule(settings.method)
     visits = settings.fraction * plan.local_epochs * train
-    # a client of few rows has steps of few rows
+    # each client takes at least one step per epoch
     steps = max(visits / plan.batch_size, settings.fraction * plan.local_epochs * _n_clients(settings, entry))
     step = STEP_SECONDS * (REFERENCE_FACTOR if settings.method.traits.training.reference else 1)
     seconds, needs = ROUND_SECONDS + step * steps, settings.method.traits.needs
@@ -159,7 +159,7 @@ def _n_clients(settings: Settings, entry: Entry) -> int:
 
 
 def training_time(prepared: Prepared, training: Training) -> float:
-    """Seconds that a training takes on one core, roughly: to know long from short needs no more."""
+    """Return roughly the seconds of a training on one core, enough to order jobs by length."""
     settings, method = prepared.settings, prepared.settings.method
     plan = schedule(method)
     rows = [len(prepared.partition.clients[id].train) for id in training.train]
@@ -174,13 +174,13 @@ def training_time(prepared: Prepared, training: Training) -> float:
 
 
 def _forward_flops(tower: tuple[int, int, int]) -> float:
-    """Operations of one pass through a transformer."""
+    """Return the operations of one pass through a transformer."""
     tokens, width, layers = tower
     return 2.0 * layers * (12 * tokens * width**2 + 2 * tokens**2 * width)
 
 
 def _measure_speed() -> float:
-    """Operations a second of a matrix product, the best of a few."""
+    """Measure the operations per second of a matrix product: the best of a few."""
     matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE)
     best = float("inf")
     for _ in range(SPEED_TRIALS):
@@ -191,7 +191,7 @@ def _measure_speed() -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """A time in its largest unit."""
+    """Return a duration in its largest unit."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -205,7 +205,7 @@ WEIGHT_COPIES = 6
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes a round takes beyond the encoder itself."""
+    """Bytes that a round takes besides the encoder."""
 
     shared: int  # what the server holds and sends
     upload: int  # of one client
@@ -218,13 +218,13 @@ class MemoryEstimate:
 
     @property
     def all_clients(self) -> int:
-        """Of all clients, which is always in the machine's own memory."""
+        """Return the bytes of all clients, which are always in main memory."""
         n_bytes = 2 * self.shared + self.participants * (self.upload + self.local)
         return n_bytes + self.clients * self.local
 
     @property
     def concurrent(self) -> int:
-        """Of those that train at once, which may be on a GPU."""
+        """Return the bytes of clients that train at the same time, possibly on a GPU."""
         piped = 2 * (self.shared + self.upload) if self.processes > 1 else 0
         return self.processes * (WEIGHT_COPIES * self.trained + self.graph + piped)
 
@@ -234,7 +234,7 @@ class MemoryEstimate:
 
 
 def check_memory(settings: Settings, frozen: Frozen, image: Sequence[int], clients: int) -> str:
-    """Says what a training takes, or refuses it if it would not fit; an image is (3, h, w)."""
+    """Describe the memory of a training, or refuse it if it does not fit; an image is (3, h, w)."""
     room = estimate(settings, frozen, image, clients)
     device, method = choose_device(settings.device), settings.method
     demands = [(room.total, free_memory(), "")]
@@ -249,7 +249,7 @@ def check_memory(settings: Settings, frozen: Frozen, image: Sequence[int], clien
     if not short:
         return (
             f"{method.name} trains {room.trained // 4:,} parameters and takes about "
-            f"{_gb(room.total)} beside the encoder"
+            f"{_gb(room.total)} besides the encoder"
         )
     demand, free_bytes, at = short[0]
     raise SettingsError(
@@ -297,7 +297,7 @@ def graph_bytes(
     local: Tensors,
     rows: int,
 ) -> int:
-    """What a gradient over so many rows keeps on the way forward, beside weights that are there."""
+    """Return the bytes that autograd saves for a gradient over `rows` samples, besides the weights."""
     if not all_tensors or not isinstance(method, Trained):
         return 0
     graph_leaves = {

@@ -1,4 +1,4 @@
-"""Settings to embedded rows: open the data, open the encoder, take what the cache has."""
+"""Load the samples of a run: open data and encoder, and embed what the cache lacks."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
@@ -12,7 +12,7 @@ from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
 from fedvlm.data.table import Dataset, EmbeddedTable
-from fedvlm.encoders import Encoder, encoders, fingerprint, open_encoder
+from fedvlm.encoders import Encoder, WarningEncoder, encoders, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
 from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.encoders.store import Store
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from fedvlm.maths.text_tower import TextTower
 
 Progress = Callable[[str, int, int], None]  # what is going on, done, total
-SMOKE_SAMPLES = 600  # of a smoke run
-SMOKE_SAMPLES_PER_CLASS = 12  # at least, on average: so that every class has some to train on
+SMOKE_SAMPLES = 600
+SMOKE_SAMPLES_PER_CLASS = 12  # at least, on average, so that every class has training samples
 SMOKE_ROUNDS = 3
 SMOKE_CLIENTS = 10
-SMOKE_MIN_SAMPLES = 1  # training rows a Dirichlet client has at least: few rows cannot give it more
+SMOKE_MIN_SAMPLES = 1  # of a Dirichlet client: a small subset does not suffice for more
 
 
 def load(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[str]]:
-    """The rows of a run, and what its owner should know of them; a store has them already."""
+    """Return the embedded samples of a run, and warnings about them; a store holds them already."""
     text_files = (settings.descriptions, settings.texts)
     if settings.encoder.startswith("store:"):
         store = open_encoder(settings.encoder, **settings.source)
@@ -48,7 +48,7 @@ def load(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[st
 
 
 class Loader:
-    """Reads the rows of several runs, once for all that have the same."""
+    """Load samples for several runs, once for all runs with the same data."""
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[EmbeddedTable, list[str]]] = {}
@@ -65,7 +65,7 @@ class Loader:
 def embed_dataset(
     settings: Settings, dataset: Dataset, encoder: Encoder, progress: Progress
 ) -> tuple[EmbeddedTable, list[str]]:
-    """A data set through an encoder, with all that a method needs of it."""
+    """Embed a data set, with all that a method needs of the encoder."""
     method = settings.method
     check_needs(method, encoder.name, encoder.offers)
     done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, progress)
@@ -82,7 +82,7 @@ def embed_dataset(
 def open_towers(
     encoder: Encoder, classes: Sequence[str], template: str, needs: Collection[str]
 ) -> "tuple[TextTower | None, ImageTower | None]":
-    """What a method needs of an open encoder beyond embeddings."""
+    """Return the text and image towers that a method needs of an encoder."""
     box: Any = encoder  # has them if it offers them, which `meet` has seen to
     return (
         box.text_tower(classes, template) if "text tower" in needs else None,
@@ -91,7 +91,7 @@ def open_towers(
 
 
 def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
-    """Refuses a method that asks more of an encoder than it offers."""
+    """Refuse a method that needs more of an encoder than it offers."""
     if missing := sorted(method.traits.needs - set(offered)):
         able = ", ".join(
             kind.form for name, kind in encoders().items() if missing[0] in kind.offers and not encoder.startswith(name)
@@ -107,7 +107,7 @@ def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
 
 
 def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
-    """A data set by name; `templates` in `source` replace its own sentences around a class name."""
+    """Open a data set; `templates` in `source` replace its prompt templates."""
     options = dict(source)
     templates = options.pop("templates", None)
     dataset = open_dataset(data, **options)
@@ -120,24 +120,25 @@ def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
         or any("{}" not in str(sentence) for sentence in sentences)
     ):
         raise SettingsError(
-            f"source.templates = {templates!r} does not fit; it takes sentences with {{}} in the "
-            "place of the class name, as ['a photo of a {}.']"
+            f"source.templates must be sentences with {{}} for the class name, as ['a photo of a {{}}.']; "
+            f"got {templates!r}"
         )
     return replace(dataset, templates=tuple(map(str, sentences)))
 
 
 def open_encoder_with_notes(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
-    """An encoder by name, and a list that it adds to when it drifts."""
+    """Open an encoder; also return a list that collects its warnings, as of a changed remote encoder."""
     notes: list[str] = []
-    box = {"warn": notes.append} if encoder.startswith("http") else {}
-    return open_encoder(encoder, **access, **box), notes
+    opened = open_encoder(encoder, **access)
+    if isinstance(opened, WarningEncoder):
+        opened.warn = notes.append
+    return opened, notes
 
 
 def encode(dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress) -> EmbedResult:
     return embed(
         dataset,
         encoder,
-        fingerprint=fingerprint(encoder),
         patches=patches,
         precision=precision,
         progress=lambda done, total: progress("embedding", done, total),
@@ -154,13 +155,13 @@ def select_columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:
-    """Row numbers of a small sample that keeps every class, domain and client in proportion."""
+    """Return the indices of a small subset that keeps every class, domain and client in proportion."""
     count = len(rows.labels)
     order = np.lexsort((rows.labels, rows.clients, rows.domains))
     max_samples = max(SMOKE_SAMPLES, SMOKE_SAMPLES_PER_CLASS * len(rows.classes))
     step = max(1, -(-count // max_samples))
     chosen = order[::step]
-    # Where classes take turns, a step may always miss some.
+    # A fixed step may miss classes that alternate.
     missed = order[~np.isin(rows.labels[order], rows.labels[chosen])]
     return np.sort(np.concatenate([chosen, missed[::step]]))
 
@@ -171,7 +172,7 @@ def smoke_dataset(dataset: Dataset) -> Dataset:
 
 
 def shrink_for_smoke(settings: Settings, rows: EmbeddedTable) -> tuple[Settings, EmbeddedTable]:
-    """A smoke run's settings and rows: everything is exercised, nothing takes long."""
+    """Return settings and samples of a smoke run: everything is exercised, nothing takes long."""
     keep = smoke_subset(rows)
     small = replace(
         rows,

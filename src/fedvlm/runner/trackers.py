@@ -1,6 +1,6 @@
-"""Trackers that people have: they read the record's lines as these are written.
+"""Send the lines of a record to experiment trackers as they are written.
 
-A tracker that fails is left out from then on, with a note; it never stops a run.
+A tracker that fails is dropped with a note; it never stops a run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ class Tracker(Protocol):
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """What of a line is a number of the whole training."""
+    """Return the numbers of a line that concern the whole training."""
     return {
         key: float(value)
         for key, value in line.items()
@@ -26,7 +26,7 @@ def numbers(line: Line) -> dict[str, float]:
 
 
 class TensorBoard:
-    """An event file per training below a folder."""
+    """Write an event file per training below a folder."""
 
     def __init__(self, place: str) -> None:
         from tensorboardX import SummaryWriter
@@ -46,7 +46,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run per training at a tracking address, as sqlite:///FILE or a server's."""
+    """Log a run per training at a tracking address, as sqlite:///FILE or a server's."""
 
     def __init__(self, place: str) -> None:
         from mlflow.tracking import MlflowClient
@@ -68,7 +68,7 @@ class MLflow:
 
 
 class CallbackTracker:
-    """A function of the name of the run and the line, for all other trackers."""
+    """Call a function with the name of the run and the line, for all other trackers."""
 
     def __init__(self, function: Callable[[str, Line], None]) -> None:
         self.line = function
@@ -81,7 +81,7 @@ TRACKER_CLASSES: Mapping[str, Callable[[str], Tracker]] = {"tensorboard": Tensor
 
 
 class Trackers:
-    """Several at once; `notes` says which of them failed, and why."""
+    """Call several trackers; `notes` tells which of them failed, and why."""
 
     def __init__(self, targets: Sequence[str | Callable[[str, Line], None]]) -> None:
         self.notes: list[str] = []
@@ -99,7 +99,7 @@ class Trackers:
                 self.live[target] = TRACKER_CLASSES[kind](address)
             except ImportError as error:
                 raise SettingsError(f"{kind} cannot be imported ({error}); pip install 'fedvlm[track]'") from error
-            except Exception as error:  # whatever a stranger's library makes of a bad address
+            except Exception as error:  # of any kind: it comes from the tracker's library
                 self._note_failure(target, error)
 
     def __call__(self, run: str, line: Line) -> None:
@@ -112,9 +112,9 @@ class Trackers:
         for name, tracker in list(self.live.items()):
             try:
                 act(tracker)
-            except Exception as error:  # it is the run that counts
+            except Exception as error:  # a tracker must not stop the run
                 self.live.pop(name)
                 self._note_failure(name, error)
 
     def _note_failure(self, name: str, error: Exception) -> None:
-        self.notes.append(f"the tracker {name} failed and was left out ({type(error).__name__}: {error})")
+        self.notes.append(f"the tracker {name} failed and was dropped ({type(error).__name__}: {error})")

@@ -1,4 +1,4 @@
-"""Made federations and towers, small enough to train in a moment."""
+"""Toy federations and towers, small enough to train in a moment."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -18,7 +18,7 @@ from fedvlm.maths.text_tower import Affine, Layer, TextTower
 
 
 def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
-    """A made federation: four classes, clients of unequal size, each with its own shift."""
+    """Make a toy federation: four classes, clients of unequal size, each with its own shift."""
     draw = torch.Generator().manual_seed(7)
     unit = torch.nn.functional.normalize
     text = unit(torch.randn(4, dim, generator=draw), dim=1)
@@ -62,7 +62,7 @@ def make_test_client(
     held_x: torch.Tensor,
     held_y: torch.Tensor,
 ) -> Client:
-    """A client, or several with a leading axis, of rows alone."""
+    """Make a client, or several with a leading axis, of samples alone."""
     lead = y.shape[:-1]
     none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
     no_noise = x.new_zeros(*order.shape[:-1], 0)
@@ -71,7 +71,7 @@ def make_test_client(
 
 
 def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
-    """A causal transformer of one layer and random weights; class names have one or two tokens."""
+    """Make a causal transformer of one layer with random weights; class names have one or two tokens."""
     draw = torch.Generator().manual_seed(11)
 
     def affine(out: int, into: int) -> Affine:
@@ -104,7 +104,7 @@ def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
 
 
 def toy_image_tower(dim: int) -> ImageTower:
-    """CLIP's image tower with two layers of width 8, random weights, for images of 8 x 8."""
+    """Make CLIP's image tower with two layers of width 8 and random weights, for images of 8 x 8."""
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     with torch.random.fork_rng():
@@ -126,7 +126,7 @@ def toy_image_tower(dim: int) -> ImageTower:
 
 
 def train_toy(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
-    """Trains on all clients but the last, which stays unseen."""
+    """Train on all clients but the last, which stays unseen."""
     ids = sorted(world.members)
     full_plan = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
     runner = Sequential(world) if engine == "single" else Batched(world, workers)
@@ -139,7 +139,7 @@ def train_toy(world: World, engine: str = "batched", workers: int = 1, **plan: A
 
 
 def shorten(method: Method) -> Method:
-    """The method with two rounds and two epochs at most: enough to see every verb at work."""
+    """Return the method with at most two rounds and two epochs, enough to run every verb."""
     names = {setting.name for setting in fields(method)}
     now = {"rounds": method.rounds, "local_epochs": schedule(method).local_epochs}
     return replace(method, **{key: min(value, 2) for key, value in now.items() if key in names})

@@ -99,7 +99,7 @@ def test_an_encoder_without_a_size_is_refused():
     content = digests(source.images)
     with pytest.raises(EncoderError, match="crop_size"):
         stream_images(source, np.arange(1), content, Pixels(size=8, crop=None))
-    with pytest.raises(EncoderError, match="makes none"):
+    with pytest.raises(EncoderError, match="has no preprocessing to pixels"):
         stream_images(source, np.arange(1), content, None)
 
 

@@ -13,10 +13,12 @@ from fedvlm.errors import SettingsError
 
 
 def replace_attributes(module: Any, **replacements: Any) -> None:
-    """Ours for what Flower has; another Flower than those that were tested may not have it."""
+    """Replace attributes of a Flower module; a version of Flower that was not tested may not have them."""
     for name, value in replacements.items():
         if not hasattr(module, name):
-            raise SettingsError(f"{module.__name__} of this Flower has no {name}; pip install 'fedvlm[flower]' again")
+            raise SettingsError(
+                f"{module.__name__} of this version of Flower has no {name}; pip install 'fedvlm[flower]' again"
+            )
         setattr(module, name, value)
 
 
@@ -26,7 +28,7 @@ SUPEREXEC_ENDED = "Flower's SuperExec, which does the work here, has ended"
 
 
 class LinkedSubprocess:
-    """The module `subprocess`; whoever starts a SuperExec by it does not outlive it."""
+    """Stand in for the module `subprocess`: a process that starts a SuperExec through it ends with it."""
 
     class Popen(subprocess.Popen[bytes]):
         def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None):
@@ -43,10 +45,10 @@ class LinkedSubprocess:
 
 
 def make_retrying(make: Callable[[], Any], retry_server_errors: bool = True) -> Callable[[], Any]:
-    """What breaks on the way, also inside TLS, is tried again, and so is a server in `trouble`.
+    """Return a factory of retry invokers that also retry broken connections and, by default, server errors.
 
-    Flower gives up at once: its SuperNode lives on deaf, and its SuperExec ends. A run that ended
-    is answered with 403, so nothing is tried longer than its run.
+    Flower gives up at once: its SuperNode stays alive but deaf, and its SuperExec ends. A run that has ended is
+    answered with 403, so nothing is retried longer than its run.
     """
     import httpx
     from flwr.supercore.retry import exponential

@@ -1,10 +1,9 @@
-"""Who gets in at the port of a Flower process: its own kin with a secret, and sites with a key.
+"""Control access to the port of a Flower process: its own processes by a secret, sites by a key.
 
-Flower serves its sites, its command line and its own processes at one port, and asks only the
-sites for a key. Whoever may call the rest runs programs as the server's user. So nothing passes
-but what is named here: a site's calls, signed by a key of this federation, and calls of processes
-that can read the secret of a folder. The secret is what counts, not the address: behind a proxy
-on the same machine, and for its other users, every caller looks local.
+Flower serves sites, its command line and its own processes at one port, and asks only sites for a key. Whoever may call
+the rest runs programs as the server's user. So only two kinds of calls pass: a site's, signed by a key of this
+federation, and those of processes that can read the secret of a folder. The secret counts, not the address: behind a
+proxy on the same machine, and for its other users, every caller looks local.
 """
 
 import os
@@ -54,18 +53,19 @@ def new_secret() -> bytes:
 
 
 def auth_token(folder: Path) -> str:
-    """What kin show: not the secret itself, because Flower's SuperExec signs by that."""
+    """Return the token that Flower's own processes show; it is not the secret itself, because SuperExec signs with
+    that."""
     try:
         secret = (folder / SECRET_FILE).read_bytes()
     except OSError as error:
         raise SettingsError(
-            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder has a say there"
+            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder can use it"
         ) from error
     return hmac(secret, b"fedvlm pass", sha256).hexdigest()
 
 
 def attach_token() -> None:
-    """From here on this process shows the word in each of its calls to Flower's other processes."""
+    """Attach the token to every call of this process to Flower's other processes."""
     from flwr.supercore.protobuf.client import ProtobufClient
 
     token, send = auth_token(Path(os.environ[TOKEN_FOLDER_VARIABLE])), ProtobufClient._send
@@ -78,16 +78,13 @@ def attach_token() -> None:
 
 
 def single_header(scope: Scope, name: str) -> bytes:
-    """The header of this name; nothing if there are two, as others might read the other one."""
+    """Return the header of this name, or nothing if it is given twice: others might read the second one."""
     values = [value for key, value in scope["headers"] if key == name.encode()]
     return values[0] if len(values) == 1 else b""
 
 
 class SiteKeys:
-    """The certificates in `sites/` of the server's folder as they are now, without a restart.
-
-    `enrol` is told of a key that is new here, `dismiss` of one that has ended.
-    """
+    """Hold the certificates in `sites/` of the server's folder as they are now, without a restart."""
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class SiteKeys:
         self.certificates: dict[bytes, tuple[Any, SiteCertificate]] = {}
 
     def __call__(self, scope: Scope) -> bool:
-        """Whether the holder of a known key made this call; how old it is, Flower looks at."""
+        """Return whether the holder of a known key made this call; Flower checks its age."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -116,7 +113,7 @@ class SiteKeys:
         return not certificate.invalid_reason
 
     def refresh(self, scope: Scope) -> None:
-        """Reads the folder again if a file came, went or was replaced."""
+        """Read the folder again if a file was added, removed or replaced."""
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
         snapshot = _folder_snapshot(self.folder / CERTIFICATES)
@@ -139,7 +136,7 @@ class SiteKeys:
 
 
 def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
-    """What changes when any file does."""
+    """Return a value that changes when any file does."""
     snapshot = set()
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):
@@ -149,7 +146,7 @@ def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
 
 
 class AccessMiddleware:
-    """An ASGI application around another; of a call that does not pass, the body is not read."""
+    """Wrap an ASGI application; the body of a refused call is not read."""
 
     def __init__(self, app: Any, token: str, is_signed: Callable[[Scope], bool] = lambda scope: False) -> None:
         self.app, self.token, self.is_signed = app, token.encode(), is_signed
@@ -168,7 +165,7 @@ class AccessMiddleware:
             await self.app(scope, limited, send)
 
     def refusal_status(self, scope: Scope) -> int:
-        """The answer to a call that does not pass, 0 to one that does."""
+        """Return the HTTP status of a refused call, 0 of an allowed one."""
         path = scope["path"]
         if path in SITE_PATHS:
             if not self.is_signed(scope):
@@ -179,7 +176,7 @@ class AccessMiddleware:
 
 
 def limit_body(receive: Any) -> Any:
-    """A body that does not say how long it is ends, too: all of it would be in memory."""
+    """Limit a body without a content length, which would fill the memory."""
     read = 0
 
     async def part() -> Any:
@@ -192,7 +189,7 @@ def limit_body(receive: Any) -> Any:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the caller is on this machine, as far as can be seen."""
+    """Return whether the caller is on this machine, as far as its address shows."""
     try:
         return ip_address(scope["client"][0]).is_loopback
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Flower's processes: started quietly, and always stopped again."""
+"""Start Flower's processes quietly, and always stop them again."""
 
 import json
 import os
@@ -32,7 +32,7 @@ START_TIMEOUT_SECONDS = 60.0  # seconds a SuperLink has to come up
 
 
 def flower_environment(home: Path, first: Path | None = None) -> dict[str, str]:
-    """Flower's own folder, its telemetry off, and programs of `first` found before any others."""
+    """Return the environment of Flower's processes: own folder, no telemetry, programs of `first` before any others."""
     overrides = {"FLWR_HOME": str(home.resolve()), POLL_VARIABLE: SITE_POLL_SECONDS}
     if first is not None:
         overrides["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A child with a log file, in a group of its own that ends with it."""
+    """Run a child process with a log file, in a process group that ends with it."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
         self.name, self.log, self.stop_requested = name, log, False
@@ -71,12 +71,12 @@ class Process:
 
     @property
     def killed(self) -> str:
-        """The name of the signal that ended it, if one did."""
+        """Return the name of the signal that ended it, if one did."""
         code = self.child.poll() or 0
         return signal.Signals(-code).name if code < 0 else ""
 
     def tail(self, lines: int = 12) -> str:
-        """The end of what this process has logged, and no other before it."""
+        """Return the last log lines of this process."""
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
@@ -98,14 +98,14 @@ class Process:
 
 
 def _end_with_parent() -> None:
-    """A child does not outlive a parent that was killed."""
+    """End the child when its parent is killed."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def start_superlink(kit: ServerKit) -> Process:
-    """Starts the server's SuperLink and waits until it answers; sites may connect from then on."""
+    """Start the server's SuperLink and wait until it answers; sites can connect from then on."""
     host, _, port = kit.address.rpartition(":")
     local = host in ("127.0.0.1", "localhost")
     env = flower_environment(flower_home(kit)) | {POLL_VARIABLE: SERVER_POLL_SECONDS}
@@ -130,7 +130,7 @@ def flower_home(kit: ServerKit) -> Path:
 
 
 def write_connection(kit: ServerKit) -> None:
-    """How Flower's command line finds this server."""
+    """Tell Flower's command line how to reach this server."""
     _, _, port = kit.address.rpartition(":")
     text = (
         f'[superlink]\ndefault = "{CONNECTION_NAME}"\n[superlink.{CONNECTION_NAME}]\n'
@@ -140,7 +140,7 @@ def write_connection(kit: ServerKit) -> None:
 
 
 def is_server_up(kit: ServerKit) -> bool:
-    """Whether the server of this folder is up, on this machine."""
+    """Return whether the server of this folder is up, on this machine."""
     _, _, port = kit.address.rpartition(":")
     try:
         check_server(f"localhost:{port}", kit.folder / "ca.crt")
@@ -161,22 +161,22 @@ def _wait_until_up(kit: ServerKit, link: Process) -> None:
 
 
 def describe_exit(link: Process) -> str:
-    """Why a SuperLink is no more, and what to do."""
+    """Explain why a SuperLink ended, with the remedy."""
     how = f", by {link.killed}" if link.killed else ""
     remedy = "start the server again"
     if "sqlite3.DatabaseError" in link.tail():
         database = link.log.with_name(DATABASE_FILE)
         remedy = (
-            f"{database} is damaged: move it away, then start the server and the sites again (no "
-            "record is in it; a run goes on by its own command)"
+            f"{database} is damaged: move it away, then start the server and the sites again (no record is in it; "
+            "repeat the command of a run to resume it)"
         )
     elif "sqlite3.OperationalError" in link.tail():
-        remedy = "its database cannot be written: look at the disk, and start the server again"
+        remedy = "its database cannot be written: check the disk, and start the server again"
     return f"the SuperLink ended{how}; {remedy}. Its log ends with:\n{link.tail()}"
 
 
 def _check_access_denied(kit: ServerKit) -> None:
-    """Tries what an outsider would: with another Flower the gate might stand beside the road."""
+    """Check that an outsider is refused: another version of Flower might bypass the access control."""
     port = int(kit.address.rpartition(":")[2])
     context = tls_context(kit.folder / "ca.crt")
     call = HTTPSConnection("localhost", port, context=context, timeout=START_TIMEOUT_SECONDS)
@@ -185,13 +185,13 @@ def _check_access_denied(kit: ServerKit) -> None:
         status = call.getresponse().status
     if status != FORBIDDEN:
         raise FederationError(
-            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; "
-            "this Flower was not tested: pip install 'fedvlm[flower]' again"
+            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; this version of "
+            "Flower was not tested: pip install 'fedvlm[flower]' again"
         )
 
 
 class Unreachable(FederationError):
-    """Nobody answers there, yet."""
+    """The server does not answer yet."""
 
 
 def tls_context(ca: Path) -> ssl.SSLContext:
@@ -199,12 +199,12 @@ def tls_context(ca: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(ca))
     except OSError as error:  # also where it is no certificate
         raise SettingsError(
-            f"{ca} is missing or no certificate ({error}); take the folder as fedvlm wrote it"
+            f"{ca} is missing or not a certificate ({error}); restore the folder as fedvlm wrote it"
         ) from error
 
 
 def server_date(address: str, ca: Path) -> str:
-    """The time by the server's clock, as HTTP has it."""
+    """Return the time of the server's clock, as HTTP formats it."""
     host, _, port = address.rpartition(":")
     context = tls_context(ca)
     call = HTTPSConnection(host, int(port), context=context, timeout=5)
@@ -214,41 +214,38 @@ def server_date(address: str, ca: Path) -> str:
 
 
 def check_server(address: str, ca: Path) -> None:
-    """Returns if our server is there; that somebody else is, or nobody, are different errors."""
+    """Return if our server is there; raise different errors if another one is, or none."""
     host, _, port = address.rpartition(":")
     context = tls_context(ca)
     try:
-        with (
-            socket.create_connection((host, int(port)), 5) as plain,
-            context.wrap_socket(plain, server_hostname=host),
-        ):
+        with socket.create_connection((host, int(port)), 5) as plain, context.wrap_socket(plain, server_hostname=host):
             return
     except ssl.SSLCertVerificationError as error:
         verify_error = error.verify_message
         remedy = (
-            "it was made for another federation: ca.crt of this folder and the server's must be "
-            "of the same `fedvlm deploy init`"
+            "it was made for another federation: ca.crt of this folder and the server's must be of the same `fedvlm "
+            "deploy init`"
         )
         if "expired" in verify_error or "not yet valid" in verify_error:
-            remedy = "look at the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
+            remedy = "check the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
         elif "match" in verify_error:
             remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
         raise FederationError(
             f"the certificate of the server at {address} is refused ({verify_error}); {remedy}"
         ) from error
     except ssl.SSLEOFError as error:  # as a proxy does whose server is down
-        raise Unreachable(f"{address} ends the connection before it has begun") from error
+        raise Unreachable(f"{address} closes the connection before it is established") from error
     except ssl.SSLError as error:
         raise FederationError(
-            f"{address} does not answer with TLS ({error.reason}); is another program listening "
-            "there? plain HTTP is refused"
+            f"{address} does not answer with TLS ({error.reason}); is another program listening there? plain HTTP is "
+            "refused"
         ) from error
     except OSError as error:
-        raise Unreachable(f"nobody answers at {address} ({error})") from error
+        raise Unreachable(f"no server answers at {address} ({error})") from error
 
 
 def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
-    """Flower's command line, answering in JSON."""
+    """Run Flower's command line and return its JSON answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "fedvlm.deploy.flower.server", "flwr", *words, "--format", "json"],
@@ -270,7 +267,7 @@ def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
 
 
 def start_supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
-    """Starts a site's SuperNode; what it starts itself are programs of `bin`."""
+    """Start a site's SuperNode; the programs it starts are those of `bin`."""
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.site"),
         *("--root-certificates", str(kit.folder / "ca.crt")),

@@ -29,7 +29,7 @@ PULL_INTERVAL_SECONDS = 0.2  # seconds between looks for the rest of a reply, wh
 
 
 def register_node(scope: Scope, key: bytes) -> None:
-    """Gives a site's key a node's number, by which Flower knows it."""
+    """Register a node for a site's key, as Flower knows it."""
     from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 
     state = scope["app"].state.linkstate_factory.state()
@@ -38,14 +38,14 @@ def register_node(scope: Scope, key: bytes) -> None:
 
 
 def deactivate_node(scope: Scope, key: bytes) -> None:
-    """A node whose key has ended is off at once: nobody waits for it, or sends it anything."""
+    """Deactivate the node of a revoked key at once: nobody waits for it, or sends it anything."""
     state = scope["app"].state.linkstate_factory.state()
     if (node := state.get_node_id_by_public_key(key)) is not None:
         state.deactivate_node(node)
 
 
 def install_middleware(folder: Path) -> None:
-    """Whatever app Flower makes from here on is behind the gate of this folder."""
+    """Put every app that Flower creates from now on behind the access control of this folder."""
     import_flower()
     from starlette.middleware import Middleware
 
@@ -83,7 +83,7 @@ def run_superlink() -> None:
 
 
 def launch_server_app(self: Any, spec: Any) -> Any:
-    """The token goes by a pipe: a process's arguments are for all users of a machine to see."""
+    """Start our ServerApp; the token goes through a pipe, because all users of a machine see a process's arguments."""
     from flwr.supercore.superexec.executor import LaunchResult
 
     command = [
@@ -107,8 +107,10 @@ def run_superexec() -> None:
 
 
 def limit_pull_time(pull: Callable[..., Any], grid: Any) -> Callable[..., Any]:
-    """Half a reply is waited for as long as the whole one is: Flower waits for its rest for minutes
-    after its site was killed, and for hours if the site sends a little now and then."""
+    """Wait for the rest of a reply only until the reply's own deadline.
+
+    Flower waits minutes after its site was killed, and hours if the site sends a little now and then.
+    """
 
     def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> Any:
         return pull(
@@ -124,7 +126,7 @@ def limit_pull_time(pull: Callable[..., Any], grid: Any) -> Callable[..., Any]:
 
 
 def run_server_app() -> None:
-    """`flwr-serverapp`, as our SuperExec calls it: the task's token comes by a pipe."""
+    """Run `flwr-serverapp` as our SuperExec calls it; the task's token comes through a pipe."""
     import_flower()
     attach_token()
     folder = Path(os.environ[TOKEN_FOLDER_VARIABLE])

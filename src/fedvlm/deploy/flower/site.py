@@ -28,12 +28,12 @@ POLL_SECONDS = 0.3  # seconds between looks, where Flower takes 3; one small req
 LOCAL_POLL_SECONDS = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 SERVER_NAP_SECONDS = 1.0  # Flower's naps above it are between requests to the server
 REPLY_TIMEOUT_SECONDS = 60.0  # seconds in which all of an answer of this machine has come in
-CONNECTION_LOST = "its connection to the server has failed for good"
+CONNECTION_LOST = "its connection to the server has failed permanently"
 NODE_FILE_VARIABLE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
 class FastTime:
-    """The module `time` with shorter naps."""
+    """Stand in for the module `time`, with shorter naps."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
@@ -43,7 +43,7 @@ class FastTime:
 
 
 def reconnecting_client(client: Any, node_file: Path) -> Any:
-    """Closes what a killed process left open: for a minute it would keep its successor out."""
+    """Close the connection of a killed process first: it would keep its successor out for a minute."""
     from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 
     class Returning(client):  # type: ignore[misc, unused-ignore]
@@ -59,7 +59,7 @@ def reconnecting_client(client: Any, node_file: Path) -> Any:
 
 
 def retrying_heartbeat(sender: Any) -> Any:
-    """A heartbeat that fails is tried again, whatever it fails by: without any, a node is off."""
+    """Retry a heartbeat whatever its error is: without heartbeats, a node is offline."""
 
     class Steady(sender):  # type: ignore[misc, unused-ignore]
         def __init__(self, beat: Callable[[], bool]) -> None:
@@ -74,9 +74,9 @@ def retrying_heartbeat(sender: Any) -> Any:
 
 
 def handle_ended_run(pull: Callable[..., Any]) -> Callable[..., Any]:
-    """A run that ends while its message comes in, as any other message that does not come in whole.
+    """Treat a run that ends while its message comes in like any incomplete message.
 
-    Flower forgets to take such a one back, and the site would wait an hour for the rest of it.
+    Flower does not take such a message back, and the site would wait an hour for the rest of it.
     """
     from flwr.supercore.run import RunNotRunningException
 
@@ -97,7 +97,7 @@ def handle_ended_run(pull: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answering_state(state: Any) -> Any:
-    """A SuperNode asks for nothing else before it has an answer: a task that fails is one, too."""
+    """Answer a failed task too: a SuperNode requests nothing else before it has an answer."""
     from flwr.common.constant import SubStatus
     from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR
 
@@ -114,7 +114,7 @@ def answering_state(state: Any) -> Any:
 
 
 def bounded_store(store: Any) -> Any:
-    """Memory that is not asked for ever for what was announced: its sender may have failed."""
+    """Stop waiting for announced objects after a while: their sender may have failed."""
 
     class Bounded(store):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
@@ -127,14 +127,14 @@ def bounded_store(store: Any) -> Any:
                 self.asked.pop(object_id, None)
             elif time.monotonic() - self.asked.setdefault(object_id, time.monotonic()) > REPLY_TIMEOUT_SECONDS:
                 del self.asked[object_id]
-                raise FederationError(f"the rest of an answer did not come in {REPLY_TIMEOUT_SECONDS:g} s")
+                raise FederationError(f"the rest of a reply did not arrive within {REPLY_TIMEOUT_SECONDS:g} s")
             return content
 
     return Bounded
 
 
 def with_access_control(make: Any) -> Any:
-    """A SuperNode gives its messages to whoever asks on this machine; ours to its own kin only."""
+    """Give a SuperNode's messages to our own processes only; Flower gives them to anyone on this machine."""
 
     def made(**options: Any) -> Any:
         app = make(**options)
@@ -195,7 +195,7 @@ def _receive_bytes(stream: socket.socket, count: int) -> bytes:
 
 
 def query_site(request: Message, state: Message) -> tuple[Message, Message]:
-    """The site's answer and its new state."""
+    """Send a request to the site's process; return its reply and its new state."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.connect(os.environ[SITE_SOCKET_VARIABLE])
         send_messages(stream, [request, state])
@@ -214,7 +214,7 @@ def create_client_app() -> Any:
         except FederationError:
             raise
         except Exception as error:  # Flower tells the server what an exception says
-            raise FederationError("the site did not answer; its own log says why") from error
+            raise FederationError("the site did not reply; see the site's log") from error
 
     def forward(message: Any, context: Any) -> Any:
         state = read_context_state(context, "the state of this site")
@@ -229,9 +229,9 @@ def create_client_app() -> Any:
 
 
 def run_task(client: Any, app: Any) -> None:
-    """One task: its message to the app, and the answer back; what came with the run stays unread.
+    """Run one task: pass its message to the app and send the reply back; code that came with the run is ignored.
 
-    An error of the app is an answer, as in a process of its own.
+    An error of the app is a reply, as in a process of its own.
     """
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode, SubStatus
@@ -255,7 +255,7 @@ def run_task(client: Any, app: Any) -> None:
 
 @contextmanager
 def task_heartbeat(client: Any) -> Iterator[None]:
-    """Tells the SuperNode that the task is in hand; one that is no more needs no heartbeat."""
+    """Send heartbeats of the task in hand; a task that no longer exists needs none."""
     import httpx
     from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
     from flwr.supercore.heartbeat import HeartbeatSender
@@ -274,17 +274,14 @@ def task_heartbeat(client: Any) -> Iterator[None]:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether a SuperNode has answered, and with a no; Flower ends the process by a signal then."""
+    """Return whether a SuperNode has answered with a refusal; Flower would end the process by a signal."""
     answer = getattr(error, "response", None)
     return answer is not None and answer.status_code < 500
 
 
 def run_assigned_task(app: Any, spec: Any) -> None:
-    """A task that the SuperNode gave away, by the token that is for it alone."""
-    from flwr.supercore.interceptors import (
-        RuntimeTokenHttpInterceptor,
-        RuntimeVersionHttpInterceptor,
-    )
+    """Run a task that the SuperNode assigned, with the token for this task."""
+    from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
     from flwr.supercore.retry import make_simple_http_retry_invoker
     from flwr.supercore.runtime import RuntimeHttpClient
 

@@ -1,7 +1,7 @@
-"""What a server says of a site: this name, this key, until then; signed, and without a secret.
+"""Issue and read site certificates: name, key and validity, signed by the server, without a secret.
 
-The file is certificate and kit in one: the server keeps it in `sites/`, and the site gets a copy
-with all that it needs beside its own key. Taking it out of `sites/` ends the membership.
+The file is certificate and kit in one: the server keeps it in `sites/`, and the site gets a copy with all that it needs
+beside its own key. Removing it from `sites/` revokes the site.
 """
 
 import json
@@ -27,7 +27,7 @@ EXPIRY_WARNING_DAYS = 30  # days before the end from which on it is spoken of
 
 @dataclass(frozen=True)
 class SiteCertificate:
-    """A certificate whose signature was checked; whether it holds now is another question."""
+    """Hold a certificate whose signature was checked; it may have expired."""
 
     federation: str
     site: str
@@ -44,46 +44,46 @@ class SiteCertificate:
 
     @property
     def days_left(self) -> int:
-        """Whole days that are left; negative when it has ended."""
+        """Return the whole days left; negative when it has expired."""
         return (datetime.fromisoformat(self.valid_until) - datetime.now(UTC)).days
 
     @property
     def invalid_reason(self) -> str:
-        """Why it does not hold now, or nothing."""
+        """Return why it is not valid now, or nothing."""
         now = datetime.now(UTC)
         if now >= datetime.fromisoformat(self.valid_until):
             return f"its certificate has expired on {self.valid_until[:10]}"
         if now < datetime.fromisoformat(self.valid_from):
-            return f"its certificate is not yet valid, before {self.valid_from}; look at the clocks"
+            return f"its certificate is not yet valid, before {self.valid_from}; check the clocks"
         return ""
 
 
 def federation_id(server: bytes, ca: bytes) -> str:
-    """Which federation it is: the keys that its messages and its TLS are trusted by."""
+    """Identify a federation by the keys of its messages and of its TLS."""
     return sha256(b"fedvlm federation\n" + json.dumps([server.decode(), ca.decode()]).encode()).hexdigest()
 
 
 def key_fingerprint(federation: str, site: str, key: str) -> str:
-    """To be read out: 96 bits of whom a site takes for its server, its name and its key."""
+    """Return 96 bits of federation, site name and key, to be compared by phone."""
     digest = sha256(b"fedvlm fingerprint\n" + json.dumps([federation, site, key]).encode())
     word = digest.hexdigest()[:24]
     return " ".join(word[i : i + 4] for i in range(0, 24, 4))
 
 
 def describe_validity(days: int, folder: Path) -> str:
-    """In words, for a person who has to act in time."""
+    """Describe how long a certificate lasts, with the command to renew it in time."""
     act = f" (renew it soon: fedvlm deploy renew {folder})" if days < EXPIRY_WARNING_DAYS else ""
     return f"lasts {days} more days{act}"
 
 
 def read_document(path: Path, kind: str, names: tuple[str, ...]) -> dict[str, str]:
-    """A file from elsewhere: an object of this kind with these words, and nothing else."""
+    """Read a file from elsewhere: a JSON object of this kind with exactly these fields."""
     try:
         words = json.loads(read_regular(path, MAX_DOCUMENT_BYTES))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); name the {kind}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged, or no {kind}; have it sent again") from error
+        raise DataError(f"{path} is damaged, or not a {kind}; ask for it again") from error
     expected = {"kind", *names}
     if (
         not isinstance(words, dict)
@@ -91,7 +91,7 @@ def read_document(path: Path, kind: str, names: tuple[str, ...]) -> dict[str, st
         or words["kind"] != kind
         or not all(isinstance(field_value, str) for field_value in words.values())
     ):
-        raise DataError(f"{path} is no {kind} of this version of fedvlm; have it made again")
+        raise DataError(f"{path} is not a valid {kind} of this version of fedvlm; ask for a new one")
     return words
 
 
@@ -103,7 +103,7 @@ def write_document(path: Path, kind: str, words: Mapping[str, str]) -> None:
 def issue_certificate(
     server: Path, address: str, site: str, key: bytes, days: int = CERTIFICATE_DAYS
 ) -> SiteCertificate:
-    """Signs a site's name and key, and lets it in from here on."""
+    """Sign a site's name and key, and admit it from now on."""
     sign, now = Signer(server / "signing.key", CERTIFICATE_PREFIX), datetime.now(UTC)
     ca = (server / "ca.crt").read_bytes()
     words = {
@@ -126,7 +126,7 @@ def certificate_path(server: Path, site: str) -> Path:
 
 
 def read_certificate(path: Path, server: bytes) -> SiteCertificate:
-    """A certificate that this server signed."""
+    """Read a certificate that this server signed."""
     words = read_document(path, "certificate", (*CERTIFICATE_FIELDS, "checksum", "signature"))
     try:
         Verifier(server, CERTIFICATE_PREFIX)(Message(words), "the server")
@@ -138,25 +138,25 @@ def read_certificate(path: Path, server: bytes) -> SiteCertificate:
                 raise ValueError("a time without its zone")
     except (FederationError, SettingsError, ValueError) as error:
         raise DataError(
-            f"{path} is not signed by this federation's server, or was changed; have the server "
-            "send it again, as `fedvlm deploy admit` wrote it"
+            f"{path} is not signed by this federation's server, or was changed; have the server send it again, as "
+            "`fedvlm deploy admit` wrote it"
         ) from error
     return SiteCertificate(**{name: words[name] for name in CERTIFICATE_FIELDS})
 
 
 def current_certificate(server: Path, site: str) -> SiteCertificate:
-    """The certificate that a site has at its server now."""
+    """Return the certificate that a site has at its server now."""
     path = certificate_path(server, site)
     if not path.exists():
         raise SettingsError(f"{site} has no certificate at this server, or its key was revoked")
     certificate = read_certificate(path, Signer(server / "signing.key").public)
     if certificate.site != site:
-        raise DataError(f"{path} is the certificate of {certificate.site}; give the file its name back")
+        raise DataError(f"{path} is the certificate of {certificate.site}; rename the file back")
     return certificate
 
 
 def find_certificate(server: Path, site: str) -> SiteCertificate | None:
-    """The same; nothing if it is damaged."""
+    """Return the current certificate, or None if it is missing or damaged."""
     try:
         return current_certificate(server, site)
     except FedVLMError:
@@ -164,33 +164,32 @@ def find_certificate(server: Path, site: str) -> SiteCertificate | None:
 
 
 def exclusion_reason(server: Path, site: str) -> str:
-    """Why a site that was one of the federation is not now, or nothing."""
+    """Return why a site no longer belongs to the federation, or nothing."""
     certificate = find_certificate(server, site)
     return "its key was revoked" if certificate is None else certificate.invalid_reason
 
 
 def admitted_sites(server: Path) -> list[str]:
-    """Their names, whatever their certificates are worth."""
+    """Return the names of all sites with a certificate, valid or not."""
     return sorted(path.stem for path in (server / SITES_FOLDER).glob("*.json") if path.name[0] != ".")
 
 
 def read_own_certificate(folder: Path) -> SiteCertificate:
-    """The certificate in a site's folder, if it holds and is of the site's own key."""
+    """Return the certificate in a site's folder, if it is valid and matches the site's key."""
     if not all((folder / name).exists() for name in (CERTIFICATE_FILE, "server.pub", "key")):
         raise SettingsError(
-            f"{folder} has no key with a certificate: no server has admitted this site, or an "
-            f"older fedvlm made the kit; ask for it: fedvlm deploy join-request {folder}, and put "
-            f"in what the server sends: fedvlm deploy accept {folder} FILE"
+            f"{folder} has no key with a certificate: no server has admitted this site, or an older fedvlm made the "
+            f"kit; ask for it: fedvlm deploy join-request {folder}, and put in what the server sends: fedvlm deploy "
+            f"accept {folder} FILE"
         )
     certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
     if certificate.key.encode() != Signer(folder / "key").public:
         raise SettingsError(
-            f"{folder / CERTIFICATE_FILE} is of another key than {folder / 'key'}; take the newest that the "
-            f"server sent: fedvlm deploy accept {folder} FILE"
+            f"{folder / CERTIFICATE_FILE} is for another key than {folder / 'key'}; use the newest that the server "
+            f"sent: fedvlm deploy accept {folder} FILE"
         )
     if certificate.invalid_reason:
         raise FederationError(
-            f"site {certificate.site}: {certificate.invalid_reason}; make a request for a new one: fedvlm deploy renew "
-            f"{folder}"
+            f"site {certificate.site}: {certificate.invalid_reason}; request a new one: fedvlm deploy renew {folder}"
         )
     return certificate

@@ -1,7 +1,7 @@
-"""How a site joins, gets a new key and leaves; its private key never leaves its folder.
+"""Enrol, renew and revoke sites; a site's private key never leaves its folder.
 
-A site makes a key and a request out of the server's invitation. The server signs the request once
-its people have heard the fingerprint from the site's. What it signed goes back to the site.
+A site creates a key and a request from the server's invitation. The server signs the request once its people have
+compared the fingerprint with the site's. The signed certificate goes back to the site.
 """
 
 from contextlib import AbstractContextManager
@@ -48,7 +48,7 @@ REQUEST_FIELDS = ("federation", "site", "key", "renewal")
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A request whose holder has the private key of it; whose voice that is, people can tell."""
+    """Hold a request signed by its own key; people compare the fingerprint to know whose key it is."""
 
     path: Path
     federation: str
@@ -63,17 +63,17 @@ class JoinRequest:
 
 
 def create_join_request(folder: Path, invitation: Path | None = None, site: str | None = None) -> JoinRequest:
-    """A new key in the site's folder, and the request to be sent; the same again if there is one.
+    """Create a key in the site's folder and the request to send; return the pending one if there is one.
 
-    A site that has a certificate asks for one with another key, under its name.
+    A site that has a certificate requests a new key under its name.
     """
     path = folder / JOIN_REQUEST_FILE
     if path.exists() and (folder / NEXT_KEY_FILE).exists():
         request = read_signed_request(path)
         if invitation is not None or site not in (None, request.site):
             raise SettingsError(
-                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to "
-                "begin anew"
+                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to begin "
+                "anew"
             )
         return request
     (folder / NEXT_KEY_FILE).unlink(missing_ok=True)  # of a request that was never written
@@ -94,8 +94,8 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
 def _join_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str]:
     if invitation is None or site is None:
         raise SettingsError(
-            f"{folder} has no certificate yet; name the site and the server's invitation, as "
-            f"fedvlm deploy join-request {folder} --name NAME --invitation {INVITATION_FILE}"
+            f"{folder} has no certificate yet; name the site and the server's invitation, as fedvlm deploy "
+            f"join-request {folder} --name NAME --invitation {INVITATION_FILE}"
         )
     check_name(site)
     words = read_document(invitation, "invitation", ("address", "ca", "server"))
@@ -106,10 +106,10 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
     certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
     if invitation is not None or site not in (None, certificate.site):
         raise SettingsError(
-            f"{folder} is the folder of {certificate.site} and its server; for another name or federation "
-            f"take another folder, for a new key say fedvlm deploy renew {folder}"
+            f"{folder} is the folder of {certificate.site} and its server; for another name or federation take another "
+            f"folder, for a new key say fedvlm deploy renew {folder}"
         )
-    # An old key that has expired vouches for nobody: the server's people begin anew.
+    # An old key that has expired endorses nothing: the server's people compare the fingerprint again.
     return (
         certificate.federation,
         certificate.site,
@@ -118,21 +118,21 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
 
 
 def read_signed_request(path: Path) -> JoinRequest:
-    """A request as its maker signed it."""
+    """Read a request and check that its own key signed it."""
     words = read_document(path, "request", (*REQUEST_FIELDS, "checksum", "signature"))
     try:
         load_public_key(words["key"].encode())
         Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
     except (FederationError, ValueError) as error:
         raise DataError(
-            f"{path} is not signed by the key that it names, so it was changed or damaged on its "
-            "way; have the site send it again"
+            f"{path} is not signed by the key that it names, so it was changed or damaged on its way; have the site "
+            "send it again"
         ) from error
     return JoinRequest(path, **{name: words[name] for name in REQUEST_FIELDS})
 
 
 def read_request(kit: ServerKit, path: Path) -> JoinRequest:
-    """A request that this server may admit."""
+    """Read a request that this server may admit."""
     request, server = read_signed_request(path), kit.folder
     sign = Signer(server / "signing.key")
     if request.federation != federation_id(sign.public, (server / "ca.crt").read_bytes()):
@@ -142,20 +142,20 @@ def read_request(kit: ServerKit, path: Path) -> JoinRequest:
     check_name(request.site)
     if (server / ENDED_FOLDER / _archive_name(request.key)).exists():
         raise FederationError(
-            f"the key of {path} was revoked or replaced, and does not come back; have {request.site} "
-            "delete its request and make a new one"
+            f"the key of {path} was revoked or replaced, and is never admitted again; have {request.site} delete its "
+            "request and make a new one"
         )
     return replace(request, remark=_describe_request(kit, request))
 
 
 def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
-    """What becomes of the name; a refusal if it is another's."""
+    """Describe what admitting a request means, or refuse it if its name belongs to another key."""
     for name in admitted_sites(kit.folder):
         certificate = find_certificate(kit.folder, name)
         if certificate and certificate.key == request.key:
             raise FederationError(
-                f"this very key was admitted as {name}, and is so once; send the site its "
-                f"certificate: {certificate_path(kit.folder, name)}"
+                f"this key is already admitted as {name}; send the site its certificate: "
+                f"{certificate_path(kit.folder, name)}"
             )
         if name.casefold() != request.site.casefold():
             continue
@@ -165,12 +165,11 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
             and not certificate.invalid_reason
             and _is_endorsed(request, certificate)
         ):
-            return f"{name} renews its key; the old one ends"
+            return f"{name} renews its key; the old one is revoked"
         raise FederationError(
-            f"the name {name} is taken by another key, which did not sign this request; if {name} "
-            "itself has lost its key or let it expire, end that: fedvlm deploy revoke "
-            f"{kit.folder} {name!r}, and admit this after comparing the fingerprint; else have "
-            "the site choose another name"
+            f"the name {name} is taken by another key, which did not sign this request; if {name} itself has lost its "
+            f"key or let it expire, end that: fedvlm deploy revoke {kit.folder} {name!r}, and admit this after "
+            "comparing the fingerprint; else have the site choose another name"
         )
     if request.renewal:
         return f"{request.site} had a key that was revoked here; it is admitted as if it were new"
@@ -188,18 +187,18 @@ def _is_endorsed(request: JoinRequest, certificate: SiteCertificate) -> bool:
 
 
 def admit_site(kit: ServerKit, request: JoinRequest) -> Path:
-    """Signs it: from now on the key is let in, and no other of that name; the file for the site."""
+    """Sign a request, so that its key and no other of that name is admitted; return the file for the site."""
     with _admission_lock(kit):
         # The folder, or the request, may have changed since somebody compared the fingerprint.
         if read_request(kit, request.path) != request:
-            raise FederationError(f"{request.path} was changed meanwhile; begin again")
+            raise FederationError(f"{request.path} was changed meanwhile; start again")
         _archive_certificate(kit, request.site)
         issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
     return certificate_path(kit.folder, request.site)
 
 
 def revoke_site(kit: ServerKit, site: str) -> None:
-    """Ends a site's key, from its next message on."""
+    """Revoke a site's key, from its next message on."""
     with _admission_lock(kit):
         if site not in admitted_sites(kit.folder):
             raise unknown_name("site with a certificate", site, admitted_sites(kit.folder))
@@ -212,7 +211,7 @@ def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:
 
 
 def _archive_certificate(kit: ServerKit, site: str) -> None:
-    """Keeps the certificate that a site has, so that its key never comes back."""
+    """Archive a site's certificate, so that its key is never admitted again."""
     if certificate := find_certificate(kit.folder, site):
         write_file(
             kit.folder / ENDED_FOLDER / _archive_name(certificate.key),
@@ -226,21 +225,21 @@ def _archive_name(key: str) -> str:
 
 
 def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
-    """Puts what the server signed into the site's folder, beside the key that it is for."""
+    """Put the certificate that the server signed into the site's folder, beside its key."""
     server = read_document(file, "certificate", (*FIELDS, "checksum", "signature"))["server"]
     certificate = read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
-            f"{file} is of another federation than the one that {folder} asked to join; have its "
-            "server send the certificate"
+            f"{file} belongs to another federation than the one that {folder} asked to join; have its server send the "
+            "certificate"
         )
     for name in (NEXT_KEY_FILE, "key"):
         if (folder / name).exists() and Signer(folder / name).public == certificate.key.encode():
             break
     else:
         raise FederationError(
-            f"{file} is for site {certificate.site} with a key that is not in {folder}; have the server "
-            f"send the certificate of the newest request, {folder / JOIN_REQUEST_FILE}"
+            f"{file} is for site {certificate.site} with a key that is not in {folder}; have the server send the "
+            f"certificate of the newest request, {folder / JOIN_REQUEST_FILE}"
         )
     if certificate.invalid_reason:
         raise FederationError(f"{file}: {certificate.invalid_reason}; have the server admit a new request")
@@ -252,7 +251,7 @@ def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
 
 
 def _requested_federation(folder: Path) -> str:
-    """The federation that a site's people have chosen."""
+    """Return the federation that this site asked to join."""
     if (folder / JOIN_REQUEST_FILE).exists():
         return read_signed_request(folder / JOIN_REQUEST_FILE).federation
     if (folder / CERTIFICATE_FILE).exists():
@@ -261,7 +260,7 @@ def _requested_federation(folder: Path) -> str:
 
 
 def renew_server_certificate(kit: ServerKit) -> int:
-    """A new certificate of TLS by the same root, from the server's next start on; its days."""
+    """Create a new TLS certificate by the same root, used from the server's next start on; return its days."""
     path = kit.folder / "ca.key"
     if not path.exists():
         raise SettingsError(f"there is no {path}, which an older fedvlm did not keep; make new kits")
@@ -272,13 +271,13 @@ def renew_server_certificate(kit: ServerKit) -> int:
 
 
 def server_days_left(folder: Path) -> int:
-    """Whole days until the server's TLS ends, by its own certificate or its root."""
+    """Return the whole days until the server's TLS certificate or its root expires."""
     until = min(certificate_expiry(folder / name) for name in ("server.pem", "ca.crt"))
     return (until - datetime.now(UTC)).days
 
 
 def describe_server_expiry(kit: ServerKit) -> list[str]:
-    """How long the server's certificate lasts, and whose of the sites end soon."""
+    """Describe how long the server's certificate lasts, and which sites' certificates expire soon."""
     lines = [f"its certificate {describe_validity(server_days_left(kit.folder), kit.folder)}"]
     for name in kit.sites:
         certificate = find_certificate(kit.folder, name)
@@ -294,7 +293,7 @@ def describe_server_expiry(kit: ServerKit) -> list[str]:
 
 @dataclass(frozen=True)
 class CertificateStatus:
-    """A line about a key: whose, what people compare, and how long it holds."""
+    """Hold one key: its owner, the fingerprint that people compare, and how long it is valid."""
 
     name: str
     fingerprint: str
@@ -303,7 +302,7 @@ class CertificateStatus:
 
 
 def certificate_statuses(folder: Path) -> list[CertificateStatus]:
-    """The keys of a server's folder, or of a site's."""
+    """List the keys of a server's or a site's folder."""
     if not (folder / "server.toml").exists():
         return _site_certificate_statuses(folder)
     kit = read_server(folder)
@@ -323,7 +322,7 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
     lines = []
     if (folder / JOIN_REQUEST_FILE).exists():
         request = read_signed_request(folder / JOIN_REQUEST_FILE)
-        remark = f"asked for; send {request.path} to the server"
+        remark = f"requested; send {request.path} to the server"
         lines.append(CertificateStatus(request.site, request.fingerprint, None, remark))
     if (folder / CERTIFICATE_FILE).exists():
         certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
@@ -333,5 +332,7 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
             )
         )
     if not lines:
-        raise SettingsError(f"{folder} is no server's folder and no site's; name one, as DIR/server or DIR/site-a")
+        raise SettingsError(
+            f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"
+        )
     return lines

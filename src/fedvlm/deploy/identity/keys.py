@@ -1,7 +1,7 @@
-"""Certificates, keys and signatures of a federation.
+"""Create and use the keys, TLS certificates and signatures of a federation.
 
-TLS says that a site talks to its server; signatures say that a parcel was made by the holder of
-the server's or a site's folder, whoever may reach the port.
+TLS proves that a site talks to its server; signatures prove that the holder of the server's or a site's folder made a
+message, whoever may reach the port.
 """
 
 import ipaddress
@@ -28,7 +28,7 @@ def _require_cryptography() -> Any:
 
 
 def create_certificates(host: str, start: datetime | None = None, days: int = CERTIFICATE_DAYS) -> dict[str, bytes]:
-    """A root of its own with its key, and the server's certificate by it."""
+    """Create a root certificate with its key, and the server's certificate signed by it."""
     _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -40,17 +40,14 @@ def create_certificates(host: str, start: datetime | None = None, days: int = CE
     identifier = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
     ca = _certificate_builder(ROOT_NAME, root.public_key(), start, ROOT_CERTIFICATE_DAYS, authority=True)
     ca = ca.add_extension(usage, critical=True).add_extension(identifier, critical=False)
-    papers = {
-        "ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()),
-        "ca.key": _private_pem(root),
-    }
+    papers = {"ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()), "ca.key": _private_pem(root)}
     return papers | create_server_certificate(host, papers["ca.key"], start, days)
 
 
 def create_server_certificate(
     host: str, ca_key: bytes, start: datetime | None = None, days: int = CERTIFICATE_DAYS
 ) -> dict[str, bytes]:
-    """A key and a certificate for the server, by a root that its sites know already."""
+    """Create a key and a certificate for the server, signed by the root that its sites know."""
     _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -85,7 +82,7 @@ def _certificate_builder(word: str, key: Any, start: datetime, days: int, author
 
 
 def _backdated_now() -> datetime:
-    """A little ago, for clocks that are slow."""
+    """Return a time a little ago, for slow clocks."""
     return datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -103,14 +100,14 @@ def _private_pem(key: Any) -> bytes:
 
 
 def certificate_expiry(path: Path) -> datetime:
-    """When a certificate of TLS ends."""
+    """Return when a TLS certificate expires."""
     _require_cryptography()
     from cryptography.x509 import load_pem_x509_certificate
 
     try:
         return load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} is no certificate ({error}); bring the folder back as it was") from error
+        raise SettingsError(f"{path} is not a certificate ({error}); restore the folder") from error
 
 
 def _alternative_name(host: str) -> Any:
@@ -123,16 +120,14 @@ def _alternative_name(host: str) -> Any:
 
 
 def create_key_pair() -> tuple[bytes, bytes]:
-    """An elliptic-curve key as Flower's node authentication takes it: private and public part."""
+    """Create an elliptic-curve key pair as Flower's node authentication needs it: private and public part."""
     _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     return private, _openssh(key.public_key())
 
@@ -145,7 +140,7 @@ def _openssh(key: Any) -> bytes:
 
 
 def load_public_key(data: bytes) -> Any:
-    """A key as `key_pair` makes it, and of no other kind; else ValueError."""
+    """Load a public key of the kind that `create_key_pair` makes; raise ValueError for any other."""
     _require_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -156,14 +151,14 @@ def load_public_key(data: bytes) -> Any:
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp384r1":
-        raise ValueError("a key of another kind than fedvlm makes")
+        raise ValueError("a key of another type than fedvlm creates")
     if _openssh(key) != data:
         raise ValueError("more than a key")
     return key
 
 
 class Signer:
-    """Signs parcels with a private key file."""
+    """Sign messages with a private key file."""
 
     def __init__(self, path: Path, prefix: bytes = MESSAGE_PREFIX) -> None:
         _require_cryptography()
@@ -173,14 +168,16 @@ class Signer:
         try:
             self.key: Any = load_ssh_private_key(path.read_bytes(), None)
         except (OSError, ValueError) as error:
-            raise SettingsError(f"{path} is no private key ({error}); take the folder as fedvlm wrote it") from error
+            raise SettingsError(
+                f"{path} is not a private key ({error}); restore the folder as fedvlm wrote it"
+            ) from error
 
     @property
     def public(self) -> bytes:
         return _openssh(self.key.public_key())
 
     def __call__(self, message: Message) -> Message:
-        """The parcel sealed: with a checksum, and a signature over it."""
+        """Return the message with a checksum and a signature over it."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -191,7 +188,7 @@ class Signer:
 
 
 class Verifier:
-    """Checks parcels against a public key, or a file with one."""
+    """Verify messages by a public key, or a file with one."""
 
     def __init__(self, source: Path | bytes, prefix: bytes = MESSAGE_PREFIX) -> None:
         self.prefix = prefix
@@ -199,7 +196,9 @@ class Verifier:
             self.key = load_public_key(source if isinstance(source, bytes) else source.read_bytes())
         except (OSError, ValueError) as error:
             named = "this" if isinstance(source, bytes) else source
-            raise SettingsError(f"{named} is no public key ({error}); take the folder as fedvlm wrote it") from error
+            raise SettingsError(
+                f"{named} is not a public key ({error}); restore the folder as fedvlm wrote it"
+            ) from error
 
     def __call__(self, message: Message, signer: str) -> None:
         from cryptography.exceptions import InvalidSignature
@@ -212,6 +211,6 @@ class Verifier:
             self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise FederationError(
-                f"the message is not signed by {signer} of this federation; "
-                "are both folders of the same `fedvlm deploy init`?"
+                f"the message is not signed by {signer} of this federation; do both folders come from the same `fedvlm "
+                "deploy init`?"
             ) from error

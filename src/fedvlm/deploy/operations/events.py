@@ -1,6 +1,6 @@
-"""What a server or a site is doing, as lines in its folder that terminals and `status` read.
+"""Log what a server or a site is doing, as JSON lines in its folder.
 
-A line is never needed to go on: one that cannot be written is left out.
+A log line is never needed to continue: one that cannot be written is skipped.
 """
 
 import json
@@ -19,7 +19,7 @@ EventLogger = Callable[..., None]  # kind and facts
 
 
 def ignore_event(kind: str, **facts: Any) -> None:
-    """Where nobody keeps a log."""
+    """Ignore an event, where nobody keeps a log."""
 
 
 EVENT_MESSAGES: Mapping[str, str] = {
@@ -28,31 +28,31 @@ EVENT_MESSAGES: Mapping[str, str] = {
     "down": "the server is stopped",
     "begun": "{method}, {training}: {rounds} rounds over {sites}",
     "waiting": "waiting for {sites}, {left} s more",
-    "connected": "{site} is connected: {rows} training rows",
-    "refused": "{site} takes no part: {why}",
+    "connected": "{site} is connected: {samples} training samples",
+    "refused": "{site} does not take part: {why}",
     "round": "round {round} of {rounds}: {answered} of {asked} sites{accuracy}, {kB} kB, {seconds} s",
-    "withdrew": "{site} has withdrawn; its contribution is out of {out} of {of} trainings",
-    "joined": "{site} has joined after the last round: {rows} training rows",
+    "withdrew": "{site} has withdrawn; its contribution was removed from {out} of {of} trainings",
+    "joined": "{site} has joined after the last round: {samples} training samples",
     "missing": "round {round}: {site} is missing: {why}",
     "ended": "the run is finished; its record is in {record}",
     "failed": "the run ended: {why}",
     # at a site
     "connecting": "site {site} is connecting to {address}; its certificate {until}; stop it with Ctrl-C",
-    "unreachable": "{why}; trying again every second",
-    "reached": "the server answers; waiting for a run",
+    "unreachable": "{why}; retrying every second",
+    "reached": "the server is up; waiting for a run",
     "asks": "the server asks for {method}, {rounds} rounds, and a person has to consent: fedvlm deploy consent",
-    "opened": "{method}: a training over {rows} training rows, {validation} validation rows and "
-    "{classes} classes of this site",
+    "opened": "{method}: opened a training with {samples} training and {validation} validation samples of {classes} "
+    "classes",
     "sent": "{what}: {bytes} bytes left this site ({fields})",
-    "withdrawn": "{by} has withdrawn this site; it answers no more",
+    "withdrawn": "{by} has withdrawn this site; it no longer answers requests",
     "said": "{text}",
-    "gained": "on its {rows} validation rows: {federated} right with the federation, {alone} by this site's rows alone",
-    "classifier": "its classifier is in {place}",
+    "gained": "correct on {samples} validation samples: {federated} with the federation, {alone} by this site alone",
+    "classifier": "the classifier is in {place}",
 }
 
 
 class EventLog:
-    """Appends lines; `say` gets each as a sentence with the time."""
+    """Append events to the log; `print_line` gets each as a sentence with the time."""
 
     def __init__(self, folder: Path, print_line: Callable[[str], None] | None = None) -> None:
         self.folder, self.print_line = folder, print_line
@@ -73,7 +73,7 @@ def _append(path: Path, line: str) -> None:
 
 
 def format_event(event: Event) -> str:
-    """A line for people: the local time, and what happened."""
+    """Return an event as a sentence with the local time."""
     at = datetime.fromisoformat(event["time"]).astimezone().strftime("%H:%M:%S")
     facts = {key: _printable(value) for key, value in event.items()}
     text = EVENT_MESSAGES.get(event["kind"], "{kind}")
@@ -86,14 +86,14 @@ class _DefaultFacts(dict[str, str]):
 
 
 def _printable(value: Any) -> str:
-    """Words of others are shown as one line, of no more than some length and no odd signs."""
+    """Return a value as one printable line of limited length."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     plain = "".join(char if char.isprintable() else " " for char in text)
     return plain if len(plain) <= MAX_VALUE_CHARS else plain[:MAX_VALUE_CHARS] + "…"
 
 
 def read_events(folder: Path) -> list[Event]:
-    """All lines that are there, the old file's first; a torn one is left out."""
+    """Return all events, those of the rotated file first; an incomplete line is skipped."""
     paths = [path for path in (folder / ROTATED_LOG_FILE, folder / LOG_FILE) if path.exists()]
     return [event for path in paths for event in _lines(path.read_bytes())]
 
@@ -107,7 +107,7 @@ def _lines(data: bytes) -> Iterator[Event]:
 
 
 class EventTail:
-    """What has come since the last look, also over a change of files."""
+    """Read the events since the last call, also across a rotation."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOG_FILE
@@ -136,7 +136,7 @@ def format_percent(accuracy: float | None) -> str:
 
 
 def round_logger(log_event: EventLogger, rounds: int) -> Callable[[str, Any], None]:
-    """Listens to a record's lines: each round is noted, and who was missing in it."""
+    """Return a listener of a record that logs each round and who was missing in it."""
 
     def listen(run: str, line: Mapping[str, Any]) -> None:
         clients, missing = line["clients"], line.get("missing", {})

@@ -1,4 +1,4 @@
-"""The live page's service: on this machine, for who has the token, read-only but for consent."""
+"""Serve the live page on this machine for whoever has the token; read-only except for consent."""
 
 import asyncio
 import hmac
@@ -29,7 +29,7 @@ STYLE = """
 
 
 def live_view(folder: Path) -> dict[str, Any]:
-    """Plain lines and lights; the page puts them in as text."""
+    """Return the lines and lights of the page, which inserts them as text."""
     state = status(folder)
     history = events.read_events(folder)
     lines = format_status(state)
@@ -63,12 +63,12 @@ def _site_lights(state: State) -> list[dict[str, str]]:
 
 
 def list_alarms(state: State) -> list[str]:
-    """What a person should look at now."""
+    """List what needs attention now."""
     out = []
     if state["who"] == "server":
         ill = [name for name, site_state in state["sites"].items() if site_state["state"] in ("missing", "refused")]
         if ill and state["run"].get("state") == "running":
-            out.append(f"{len(ill)} of {len(state['sites'])} sites take no part")
+            out.append(f"{len(ill)} of {len(state['sites'])} sites do not take part")
         if state["run"].get("state") == "failed":
             out.append(f"the run failed: {state['run']['why']}"[:300])
         if not state["up"]:
@@ -79,7 +79,7 @@ def list_alarms(state: State) -> list[str]:
 
 
 def finished_record(state: State) -> Record | None:
-    """The run that ended, if it has a result: the page then leads to its report."""
+    """Return the record of the run that ended, if it has a result."""
     run = state.get("run") or {}
     if run.get("state") not in END_STATES or not run.get("record"):
         return None
@@ -88,7 +88,7 @@ def finished_record(state: State) -> Record | None:
 
 
 def live_page(folder: Path) -> tuple[str, str]:
-    """The page and its policy; its only requests are to where it came from."""
+    """Return the page and its content security policy; it requests only from where it came."""
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
     script = (files("fedvlm.deploy.operations") / "live.js").read_text("utf-8")
@@ -116,7 +116,7 @@ HEADERS = {
 
 
 def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
-    """`hosts` are the names this service is known by: a request for another is a trick of DNS."""
+    """Create the web application; a request for a host that is not in `hosts` is DNS rebinding."""
     try:
         from fastapi import FastAPI, Request
         from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -184,12 +184,12 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
 
 def _refusal(request: Any, token: str, hosts: set[str]) -> tuple[int, str] | None:
     if request.headers.get("host", "") not in hosts:
-        return 421, "this service is not known by that name"
+        return 421, "this service does not have that name"
     origin = request.headers.get("origin")
     if origin is not None and origin not in {f"http://{host}" for host in hosts}:
-        return 403, "another page asks"
+        return 403, "another page sent this request"
     if request.method == "POST" and origin is None:
-        return 403, "only this service's own page may answer"
+        return 403, "only the page of this service may send this"
     credentials = request.query_params.get("token") or request.headers.get("authorization", "")
     if not hmac.compare_digest(credentials.removeprefix("Bearer ").encode(), token.encode()):
         return 401, "the token is missing or wrong; use the address that the command printed"
@@ -206,7 +206,7 @@ def _apply_consent(folder: Path, words: dict[str, Any]) -> str:
 
 
 async def _stream(folder: Path) -> AsyncIterator[str]:
-    """The view, each time it has changed."""
+    """Yield the view each time it has changed."""
     last = ""
     while True:
         now = await asyncio.to_thread(live_view, folder)
@@ -218,7 +218,7 @@ async def _stream(folder: Path) -> AsyncIterator[str]:
 
 
 def prometheus_metrics(folder: Path) -> str:
-    """The numbers of the status, as Prometheus reads them."""
+    """Return the numbers of the status in Prometheus' text format."""
     state = status(folder)
     lines = ["# TYPE fedvlm_up gauge", f"fedvlm_up {int(state['up'])}"]
     if state["who"] == "server":
@@ -240,7 +240,7 @@ def _escape_label(text: str) -> str:
 
 
 def serve_live_page(folder: Path, port: int, ready: Callable[[str], None]) -> None:
-    """Serves on this machine until it is interrupted; `ready` gets the address with its token."""
+    """Serve on this machine until interrupted; `ready` gets the address with its token."""
     from secrets import token_urlsafe
 
     import uvicorn

@@ -1,4 +1,4 @@
-"""Looks at a server's or a site's folder before anything runs: each line is well, or what to do."""
+"""Report the state of a server or a site from its folder, and check the folder before anything runs."""
 
 import json
 import shutil
@@ -27,7 +27,9 @@ END_STATES = {"ended", "failed"}
 
 def is_server(folder: Path) -> bool:
     if not any((folder / name).exists() for name in ("server.toml", "site.toml")):
-        raise SettingsError(f"{folder} is no server's folder and no site's; name one, as DIR/server or DIR/site-a")
+        raise SettingsError(
+            f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"
+        )
     return (folder / "server.toml").exists()
 
 
@@ -36,7 +38,7 @@ def status(folder: Path) -> State:
 
 
 def server_status(folder: Path) -> State:
-    """Whether it is up, which run it is at, and how each site is."""
+    """Return whether the server is up, its run, and the state of each site."""
     from fedvlm.deploy.flower.processes import is_server_up
 
     kit = read_server(folder)
@@ -56,7 +58,7 @@ def server_status(folder: Path) -> State:
             run |= {"state": kind, "why": event.get("why", "")}
         if name in sites and kind in ("connected", "refused", "missing"):
             sites[name].update(state=kind, why=event.get("why", ""), time=event["time"])
-            sites[name] |= {"rows": event["rows"]} if "rows" in event else {}
+            sites[name] |= {"samples": event["samples"]} if "samples" in event else {}
     return {
         **{"who": "server", "address": kit.address, "up": is_server_up(kit), "run": run},
         **{"sites": sites, "last": history[-1] if history else None},
@@ -64,7 +66,7 @@ def server_status(folder: Path) -> State:
 
 
 def site_status(folder: Path) -> State:
-    """Whether it runs, what it was asked, what has left it and what may still leave."""
+    """Return whether the site runs, what has left it and what may still leave."""
     kit = read_site(folder)
     history, ledger, policy = events.read_events(folder), Ledger(folder).history(), read_policy(folder)
     budget = PrivacyBudget(ledger)
@@ -103,7 +105,7 @@ def _describe_consent(kit: SiteKit) -> str:
 
 
 def format_status(state: State) -> list[str]:
-    """A handful of lines for people."""
+    """Return the status as a few lines."""
     last = [f"last: {events.format_event(state['last'])}"] if state["last"] else []
     if state["who"] == "site":
         keys = ("trainings", "rounds", "bytes out", "last out", "consent", "classifiers")
@@ -125,15 +127,15 @@ def format_status(state: State) -> list[str]:
             f"{run['rounds']}{', accuracy ' + accuracy if accuracy else ''} {run.get('why', '')}".rstrip()
         )
     for name, site_state in state["sites"].items():
-        rows = f", {site_state['rows']} training rows" if "rows" in site_state else ""
+        samples = f", {site_state['samples']} training samples" if "samples" in site_state else ""
         reason = f": {site_state['why']}" if site_state.get("why") else ""
         when = f" ({site_state['time']})" if "time" in site_state else ""
-        lines.append(f"  {name}: {site_state['state']}{rows}{reason}{when}")
+        lines.append(f"  {name}: {site_state['state']}{samples}{reason}{when}")
     return lines + last
 
 
 def list_runs(folder: Path) -> list[State]:
-    """The records in a server's folder: what each is, and how far."""
+    """List the records in a server's folder with their progress."""
     out = []
     for path in sorted((folder / "runs").glob("*/manifest.json")):
         record = Record(path.parent)
@@ -184,7 +186,7 @@ def _run_check(name: str, check: Check) -> Finding:
 
 
 class CheckFailed(FedVLMError):
-    """What is wrong, with the remedy."""
+    """A failed check, with the remedy."""
 
 
 def _common_checks(folder: Path) -> Iterator[tuple[str, Check]]:
@@ -201,22 +203,22 @@ def _check_versions() -> str:
 
     api.import_flower()
     return (
-        f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, "
-        f"Python {sys.version.split()[0]}"
+        f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, Python "
+        f"{sys.version.split()[0]}"
     )
 
 
 def _check_disk(folder: Path) -> str:
     free = shutil.disk_usage(folder).free
     if free < MIN_FREE_BYTES:
-        raise CheckFailed(f"{free / 1e9:.1f} GB are free at {folder}; make room, 1 GB is little")
+        raise CheckFailed(f"{free / 1e9:.1f} GB are free at {folder}; free at least 1 GB")
     return f"{free / 1e9:.0f} GB are free"
 
 
 def _check_permissions(folder: Path) -> str:
     if folder.stat().st_mode & 0o077:
-        raise CheckFailed(f"others on this machine can look into {folder}; chmod 700 {folder}")
-    return "only its owner can look into it"
+        raise CheckFailed(f"other users of this machine can read {folder}; chmod 700 {folder}")
+    return "only its owner can read it"
 
 
 def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
@@ -233,7 +235,7 @@ def _check_name(host: str) -> str:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError as error:
         raise CheckFailed(
-            f"{host} is no name that this machine can resolve ({error}); look at DNS, or name the server by its address"
+            f"{host} cannot be resolved on this machine ({error}); check DNS, or name the server by its address"
         ) from error
     return f"{host} is {', '.join(addresses)}"
 
@@ -247,16 +249,16 @@ def _check_port(kit: ServerKit, port: int) -> str:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
             raise CheckFailed(
-                f"{port} is taken ({error.strerror}); stop the other program, or choose another "
-                "port in server.toml and in the kits"
+                f"{port} is taken ({error.strerror}); stop the other program, or choose another port in server.toml "
+                "and in the kits"
             ) from error
     return f"{port} is free; the server is not running"
 
 
 def _check_expiry(days: int, remedy: str) -> str:
     if days < EXPIRY_WARNING_DAYS:
-        raise CheckFailed(f"it lasts {days} days more; {remedy}")
-    return f"it lasts {days} days"
+        raise CheckFailed(f"it expires in {days} days; {remedy}")
+    return f"it is valid for {days} days"
 
 
 def _check_sites(kit: ServerKit) -> str:
@@ -268,7 +270,7 @@ def _check_sites(kit: ServerKit) -> str:
 
 
 def _check_reachable(address: str, folder: Path) -> str:
-    """The server by the name that sites use, with its certificate, and its clock."""
+    """Check that the server answers by the name that sites use, with its certificate and a right clock."""
     try:
         check_server(address, folder / "ca.crt")
     except Unreachable as error:
@@ -304,7 +306,7 @@ def _check_encoder(kit: SiteKit) -> str:
     if kit.plays:
         return "the experiment's, in a rehearsal"
     if not kit.encoder:
-        raise CheckFailed(f"none is named: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
+        raise CheckFailed(f"no encoder is set: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
     if kit.encoder.startswith("store:"):
         return kit.encoder
     encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
@@ -317,7 +319,7 @@ def _check_images(kit: SiteKit) -> str:
     if kit.plays or kit.encoder.startswith("store:"):
         return "none of its own to read"
     if not kit.data:
-        raise CheckFailed(f"none are named: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
+        raise CheckFailed(f"no images are set: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
     dataset = open_data(kit.data, kit.source)
     return f"{len(dataset.labels)} images of {len(dataset.classes)} classes: " + ", ".join(dataset.classes[:8])
 

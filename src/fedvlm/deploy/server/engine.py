@@ -1,4 +1,4 @@
-"""The engine of a deployed run: Flower's messages to real sites, signed both ways."""
+"""Exchange signed Flower messages with real sites."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ RETRY_SECONDS = 60.0  # seconds until a site that took no part is asked again: i
 
 @dataclass(frozen=True)
 class SiteOpening:
-    """What a site has told of itself when it opened a training."""
+    """Hold what a site reported when it opened a training."""
 
     header: Mapping[str, Any]
     first: Tensors  # shared tensors as it would start from them
@@ -54,7 +54,7 @@ class SiteOpening:
 
 
 class RemoteEngine(FlowerEngine):
-    """Sites that are late are waited for, or let in when they come; each has to prove its key."""
+    """Run rounds over sites; each must prove its key, and late sites are admitted when they connect."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RemoteEngine(FlowerEngine):
     def unseal(self, message: Message, id: str, context: str) -> Message:
         name = str(message.header.get("client"))
         if name not in self.kit.sites:
-            raise FederationError(f"{context}: {name[:80]!r} is no site of this federation")
+            raise FederationError(f"{context}: {name[:80]!r} is not a site of this federation")
         if reason := self.exclusion_reason(name):
             raise FederationError(f"{context}: {reason}")
         try:
@@ -101,7 +101,7 @@ class RemoteEngine(FlowerEngine):
         return all(self.exclusion_reason(name) for name in waiting)
 
     def drop_revoked(self) -> None:
-        """Who was revoked is out; who has a new key is let in again by that."""
+        """Drop sites whose key was revoked; a site with a new key is admitted again by that key."""
         for name in self.kit.sites:
             reason = self.exclusion_reason(name)
             if reason:
@@ -113,7 +113,7 @@ class RemoteEngine(FlowerEngine):
             self.nodes.pop(name, None)
 
     def describe_error(self, error: Any) -> str:
-        """A sentence of ours; of what Flower or a site's process says, a line at most."""
+        """Return our own sentence for a reported error; of any other text, one printable line at most."""
         if type(error) is str:
             inner = error[error.find("{") : error.rfind("}") + 1]  # of a secure sum, inside Flower's
             try:
@@ -127,18 +127,17 @@ class RemoteEngine(FlowerEngine):
         check_reply(message, request.header)
         check_arrays(message)
         if message.header["releases"] > message.header["round"] + MAX_LOST_UPLOADS:
-            raise FederationError("it says that more of its uploads have left than can have")
+            raise FederationError("it reports more uploads than it can have sent")
         counts, scores = self.counts[id], message.header["scores"]
         held = counts["validation"] or counts["train"]
         for part, expected in (("validation", held), ("test", counts["test"])):
             if scores[f"{part}_rows"] not in (0, expected):
                 raise FederationError(
-                    f"it says it has {scores[f'{part}_rows']} {part} rows, and said {expected} when "
-                    "it opened the training"
+                    f"it reports {scores[f'{part}_rows']} {part} samples, but {expected} when it opened the training"
                 )
 
     def wait_for_sites(self) -> None:
-        """Waits for the sites, as long as the kit says, and opens the training at each."""
+        """Wait for the sites as long as the kit says, and open the training at each."""
         end = monotonic() + self.kit.wait
         while True:
             self.drop_revoked()
@@ -157,7 +156,7 @@ class RemoteEngine(FlowerEngine):
         self._check_quorum(self.kit.sites, self.nodes, 0)
 
     def _compatible_groups(self) -> list[list[str]]:
-        """The sites in groups that can train together."""
+        """Group the sites that can train together."""
         groups: list[list[str]] = []
         for name in sorted(self.nodes):
             for group in groups:
@@ -169,7 +168,7 @@ class RemoteEngine(FlowerEngine):
         return groups
 
     def _drop_incompatible(self, group: Sequence[str]) -> None:
-        """Who does not fit the largest group is missing, by name; it cannot stop the others."""
+        """Drop sites that do not fit the largest group, so that they cannot stop the others."""
         self.base = group[0]
         for name in sorted(self.nodes.keys() - set(group)):
             reason = self.describe_difference(self.base, name) or ""
@@ -177,7 +176,7 @@ class RemoteEngine(FlowerEngine):
             self.missing[name] = reason
 
     def open_new_nodes(self, patience: float) -> None:
-        """Opens the training at nodes that have not been asked, or were turned away a while ago."""
+        """Open the training at nodes that are new, or were rejected a while ago."""
         past = {*self.nodes.values(), *self.unidentified_nodes, *self.excluded_nodes}
         past |= {node for node, when in self.rejected_nodes.items() if monotonic() - when < RETRY_SECONDS}
         new = {f"node {node_id}": node_id for node_id in self.grid.get_node_ids() if node_id not in past}
@@ -213,31 +212,31 @@ class RemoteEngine(FlowerEngine):
         self.sites[name] = SiteOpening(header, first, values.get("text"))
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
-        self.log_event("connected", site=name, rows=self.rows[name])
+        self.log_event("connected", site=name, samples=self.rows[name])
 
     def check_opening(self, message: Message, request: Message) -> None:
-        """What one site alone can get wrong; how it differs from the others is seen later."""
+        """Check what a single site can get wrong; differences between sites are checked later."""
         check_reply(message, request.header)
         check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
         header, expected_classes = message.header, self.spec["classes"]
         if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
         if not header["scale"] > 0 or not header["classes"]:
-            raise FederationError("the scale of its encoder, or its list of classes, does not fit")
+            raise FederationError("the scale of its encoder, or its list of classes, is invalid")
         shape = (len(header["classes"]), header["dim"])
         for key, value in message.arrays.items():
             if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
-                raise FederationError("it sends tensors that no opening has")
+                raise FederationError("it sends tensors that do not belong to an opening")
         for part in SPLITS:
             check_sample_count(header["samples"][part], self.channel, "it")
         if self.kit.max_samples and header["samples"]["train"] > self.kit.max_samples:
             raise FederationError(
-                f"it says it has {header['rows']['train']} training rows; server.toml believes "
+                f"it reports {header['samples']['train']} training samples, but server.toml allows "
                 f"{self.kit.max_samples} at most"
             )
 
     def describe_difference(self, first: str, name: str) -> str | None:
-        """How a site differs from another: one encoder, one list of classes, one first state."""
+        """Describe how two sites differ in encoder, classes or first tensors, or return None."""
         first_site, second_site = self.sites[first], self.sites[name]
         for key in ("encoder", "classes", "dim", "scale", "local", "template"):
             first_value, theirs = first_site.header.get(key, ""), second_site.header.get(key, "")
@@ -246,7 +245,7 @@ class RemoteEngine(FlowerEngine):
             if not _is_close(first_value, theirs):
                 return (
                     f"sites {first} and {name} do not have the same {key}: {str(first_value)[:80]!r} and "
-                    f"{str(theirs)[:80]!r}; all sites need the same, to the fingerprint"
+                    f"{str(theirs)[:80]!r}; all sites need the same encoder and classes"
                 )
         first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
         if (
@@ -254,13 +253,13 @@ class RemoteEngine(FlowerEngine):
             or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE
         ):
             return (
-                f"sites {first} and {name} start from different tensors, though their "
-                "encoders are the same; do they have the same templates and versions?"
+                f"sites {first} and {name} start from different tensors, though their encoders are the same; do they "
+                "have the same templates and versions?"
             )
         return None
 
     def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
-        """Sites that were not there are let in if they fit those that were."""
+        """Run a round; sites that connected since are admitted if they fit the others."""
         self.drop_revoked()
         connected = set(self.nodes)
         if any(task.id not in connected and not self.exclusion_reason(task.id) for task in tasks):
@@ -272,7 +271,7 @@ class RemoteEngine(FlowerEngine):
 
 
 def known_nodes(kit: ServerKit) -> dict[str, int]:
-    """The nodes by which sites have proved their names; a node goes with a key."""
+    """Return the nodes by which sites have proved their names; a node belongs to a key."""
     try:
         return {str(name): int(node) for name, node in read_json(kit.folder / NODES_FILE).items()}
     except (FedVLMError, AttributeError, TypeError, ValueError):  # none yet, or damaged
@@ -280,7 +279,7 @@ def known_nodes(kit: ServerKit) -> dict[str, int]:
 
 
 def _clamped(values: Tensors) -> Tensors:
-    """For a comparison: where both are infinite they are the same."""
+    """Clamp infinite numbers, so that two infinite ones compare as equal."""
     return {key: tensor.clamp(-MAX_NUMBER, MAX_NUMBER) for key, tensor in values.items()}
 
 
@@ -291,7 +290,7 @@ def _is_close(first: Any, second: Any) -> bool:
 
 
 class OpeningExchange(FlowerEngine):
-    """Asks nodes who they are and to open the training; who does not answer is not missed."""
+    """Ask nodes who they are and to open the training; a node that does not answer is not missed."""
 
     def __init__(self, remote: RemoteEngine, nodes: Mapping[str, int], patience: float) -> None:
         super().__init__(remote.grid, nodes, remote.training, 0.0, patience)
@@ -313,6 +312,6 @@ class OpeningExchange(FlowerEngine):
         self.remote.check_opening(message, request)
 
     def is_complete(self, waiting: set[str]) -> bool:
-        """Whoever else is connected to the server cannot hold a run up."""
+        """Stop waiting once all sites of the federation have answered: unknown nodes cannot delay a run."""
         awaited = set(self.remote.kit.sites) - {*self.site_names.values(), *self.remote.nodes}
         return all(self.remote.exclusion_reason(name) for name in awaited)

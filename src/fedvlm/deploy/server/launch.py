@@ -1,4 +1,4 @@
-"""Starting a deployed run and waiting for it; and the rehearsal of it all on one machine."""
+"""Start a deployed run and wait for it; rehearse a deployment on one machine."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,7 @@ MAX_PENDING_SECONDS = 60.0  # seconds a server takes at most to begin one
 
 
 def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Callable[[], None]) -> None:
-    """Waits for the result; the server's process says why if there is none."""
+    """Wait for the result, or raise the server's error."""
     started = looked = monotonic()
     log = kit.folder / "superlink.log"
     while not done():
@@ -53,32 +53,32 @@ def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Cal
             if "pending" in status and looked - started > MAX_PENDING_SECONDS:
                 run_flwr(kit, "stop", id, CONNECTION_NAME)
                 raise FederationError(
-                    f"the server has not begun the run in {MAX_PENDING_SECONDS:g} s; stop it and start it "
-                    f"again, and see {log}"
+                    f"the server has not started the run within {MAX_PENDING_SECONDS:g} s; restart the server, and see "
+                    f"{log}"
                 )
             if not any(word in status for word in ACTIVE_STATUSES):
                 sleep(1.0)
                 if not done() and not (kit.folder / ERROR_FILE).exists():
                     raise FederationError(
-                        f"the run ended without a result ({status}); run the same command again to go on, and see {log}"
+                        f"the run ended without a result ({status}); repeat the command to resume, and see {log}"
                     )
         sleep(0.2)
     on_poll()
 
 
 def _run_status(kit: ServerKit, id: str) -> str:
-    """What Flower says of a run; a server that is slow for once is not taken for an end."""
+    """Return Flower's status of a run; retry a server that is slow once."""
     for _ in range(MAX_STATUS_TRIES):
         listed: Any = run_flwr(kit, "list", CONNECTION_NAME, "--run-id", id)
         if "runs" in listed:
             return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
         if not is_server_up(kit):
             raise FederationError(
-                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy "
-                f"server {kit.folder}, and run the same command again to go on"
+                f"the server at {kit.address} no longer answers; start it: fedvlm deploy server {kit.folder}, and "
+                "repeat the command to resume"
             )
     reason = str(listed.get("error-message", listed)).strip()
-    raise FederationError(f"the server does not say how the run is: {reason}")
+    raise FederationError(f"the server does not report the state of the run: {reason}")
 
 
 FLOWER_APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
@@ -120,9 +120,9 @@ def run_over_sites(
     print_line: Callable[[str], None] = lambda text: None,
     **rules: float,
 ) -> Result:
-    """Runs an experiment over the sites; one that was stopped goes on where it was.
+    """Run an experiment over the sites; a stopped run continues where it was.
 
-    `rules` are this run's own quorum, deadline and wait, where server.toml says otherwise.
+    `rules` override quorum, deadline and wait of server.toml for this run.
     """
     check_deployable(with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
@@ -151,9 +151,9 @@ def run_over_sites(
 def join_late_site(
     kit: ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Brings a site that came late to the classifiers of a finished run, without the others.
+    """Give a late site the classifiers of a finished run, without the other sites; return its scores by training.
 
-    `name` is that of a run of this server, or a directory. The site's scores, by training.
+    `name` is a run of this server, or a directory.
     """
     folder = kit.folder / "runs" / name
     folder = folder if folder.exists() else Path(name)
@@ -171,7 +171,7 @@ def _request_run(
     print_line: Callable[[str], None],
     step: Callable[[], None],
 ) -> None:
-    """Has the server's process do what is asked, and waits for it."""
+    """Let the server's process carry out a request, and wait for it."""
     _check_server_up(kit)
     for name, text in FLOWER_APP.items():
         write_file(kit.folder / "app" / name, text.encode())
@@ -201,7 +201,7 @@ def _check_server_up(kit: ServerKit) -> None:
 
 
 def stop_runs(kit: ServerKit) -> list[str]:
-    """Ends what the server is running; the run can be resumed. The numbers of what was ended."""
+    """Stop what the server is running and return the run numbers; a stopped run can be resumed."""
     if not is_server_up(kit):
         raise FederationError(f"no server answers at {kit.address}, so nothing is running there")
     listed: Any = run_flwr(kit, "list", CONNECTION_NAME)
@@ -218,7 +218,7 @@ def stop_runs(kit: ServerKit) -> list[str]:
 
 
 def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
-    """Goes on with a run of this name in the server's folder."""
+    """Resume a run of this name in the server's folder."""
     place = kit.folder / "runs" / name
     run_names = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
     if name not in run_names:
@@ -234,14 +234,14 @@ def _print_events(tail: EventTail, print_line: Callable[[str], None]) -> None:
 
 
 def describe_absences(result: Result) -> list[str]:
-    """Who was missing in how many rounds, and why: a table does not show it."""
+    """Describe which sites were missing in how many rounds, and why."""
     lines = result.rounds
     reasons: dict[str, list[str]] = {}
     for line in lines:
         for name, reason in line.get("missing", {}).items():
             reasons.setdefault(name, []).append(reason.strip().splitlines()[-1])
     return [
-        f"{name} took no part in {len(whys)} of {len(lines)} rounds; the last time because: {whys[-1]}"
+        f"{name} was missing in {len(whys)} of {len(lines)} rounds; the last reason: {whys[-1]}"
         for name, whys in sorted(reasons.items())
     ]
 
@@ -252,13 +252,9 @@ def start_site(folder: Path) -> Process:
 
 
 def rehearse(
-    settings: Settings,
-    place: Path,
-    out: Path | None = None,
-    progress: Progress | None = None,
-    **rules: Any,
+    settings: Settings, place: Path, out: Path | None = None, progress: Progress | None = None, **rules: Any
 ) -> Result:
-    """All of it on this machine: a process per client of the experiment, ports of loopback."""
+    """Run a whole deployment on this machine: a process per client of the experiment, on loopback."""
     report = progress or (lambda label, done, total: None)
     kit = prepare_rehearsal(settings, place, report, **rules)
     with running_processes() as running:
@@ -269,7 +265,7 @@ def rehearse(
 
 @contextmanager
 def running_processes() -> Iterator[list[Process]]:
-    """Whatever is started meanwhile is stopped in the end, all at once."""
+    """Stop all processes that were started meanwhile, all at once."""
     running: list[Process] = []
     try:
         yield running
@@ -281,15 +277,15 @@ def running_processes() -> Iterator[list[Process]]:
 
 
 def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rules: Any) -> ServerKit:
-    """Kits for a rehearsal: each site plays one client of the experiment's own data."""
+    """Create the kits of a rehearsal: each site plays one client of the experiment's data."""
     if (place / "server" / "server.toml").exists():
         return read_server(place / "server")  # a rehearsal that was stopped goes on
     rows, _ = load(settings, progress)
     ids = list(prepare(settings, rows, settings.seeds[0]).partition.clients)
     if len(ids) > 32:
         raise SettingsError(
-            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "
-            "32 is the most: set a smaller clients.count"
+            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; at most 32 are "
+            "allowed: set a smaller clients.count"
         )
     create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
     for id in ids:

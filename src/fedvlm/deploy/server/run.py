@@ -1,4 +1,4 @@
-"""The server's side of a deployed run: a training after the other over the sites, on record."""
+"""Run the trainings of an experiment over the sites, tune settings, and let late sites join."""
 
 import json
 import traceback
@@ -41,7 +41,7 @@ BUDGET_EXCEEDED = ERROR_MESSAGES["tuning"].split("{")[0]
 
 
 class FederatedTuning:
-    """The race of one seed; one that was stopped goes on where it was."""
+    """Tune the settings for one seed over the sites; a stopped search continues where it was."""
 
     def __init__(self, run: "DeployedRun", seed: int) -> None:
         self.run, self.seed, self.settings = run, seed, run.settings
@@ -54,7 +54,7 @@ class FederatedTuning:
         self.scores_by_step: dict[str, float] = {}  # scores of trials by what they had done
 
     def run_all(self) -> dict[str, Any]:
-        """The record of the race; a race that is over is only read."""
+        """Return the record of the search; a finished search is only read."""
         result = self.folder / "result.json"
         if result.exists():
             return dict(read_json(result))
@@ -69,7 +69,7 @@ class FederatedTuning:
         return about
 
     def _run_rungs(self) -> dict[str, Any]:
-        """One trial after the other: sites do one thing at a time."""
+        """Run one trial after the other: sites do one thing at a time."""
         rungs, done = tune.halving_rungs(self.settings), 0
         while True:
             try:
@@ -82,8 +82,8 @@ class FederatedTuning:
                 self.run.on_progress("tuning", done, tune.total_rounds(self.settings))
 
     def _open_trials(self, trials: list[tune.Trial], first: int) -> None:
-        """Every trial at every site before any of them begins, so that a race over a site's budget
-        is refused while nothing has been spent."""
+        """Open every trial at every site first, so that a search over a site's budget is refused before it costs
+        anything."""
         rounds = self.settings.method.rounds
         trainings_per_site = max(
             sum(name in planned.train for planned in self.trainings) for name in self.run.kit.sites
@@ -101,8 +101,8 @@ class FederatedTuning:
                 if over:
                     name, reason = min(over.items())
                     raise FederationError(
-                        f"the race for {', '.join(self.settings.tune)} does not begin; {name}: "
-                        f"{reason}; leave tune out, or take fewer rounds"
+                        f"tuning of {', '.join(self.settings.tune)} does not start; {name}: {reason}; leave tune out, "
+                        "or set fewer rounds"
                     )
                 self.engines[place, training.name] = engine
 
@@ -138,13 +138,13 @@ class FederatedTuning:
         validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
-                f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows "
-                "(its policy's `scores`), so nothing can be chosen by them; leave tune out"
+                f"tune = {list(self.settings.tune)}: no site reports its correct validation samples (`scores` of its "
+                "policy), so nothing can be chosen by them; leave tune out"
             )
         return validation_accuracy
 
     def _state(self, place: int, training: Training, trial: tune.Trial) -> State:
-        """Where a trial is: here, on disk after a stop, or at its beginning."""
+        """Return the state of a trial: in memory, on disk after a stop, or its first."""
         if training.name in trial.states:
             return trial.states[training.name]
         path = self._checkpoint_path(place, training)
@@ -161,7 +161,7 @@ class FederatedTuning:
 
 
 def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
-    """A trial is a training with the values of its candidate, and no race of its own."""
+    """Return the settings of a trial: those of its candidate, without tuning."""
     return replace(settings, method=trial.method, tune=())
 
 
@@ -172,7 +172,7 @@ ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
 
 def check_deployable(kit: ServerKit, settings: Settings) -> None:
-    """Refuses, before any site is asked, what a federation of sites cannot run."""
+    """Refuse what a federation of sites cannot run, before any site is asked."""
     if settings.smoke:
         raise SettingsError("smoke = true is for one process; set the method's rounds instead")
     if settings.warm_start is not None:
@@ -181,46 +181,44 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         tune.check_tunable(settings)
     if settings.method.traits.privacy.centralised or settings.centralised:
         raise SettingsError(
-            f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
-            "which only a simulation has; choose another method, as 'auto' or 'alone'"
+            f"{settings.method.name} is not federated: it needs all clients' samples in one place, which only a "
+            "simulation has; choose another method, e.g. 'auto' or 'alone'"
         )
     if settings.attack != "none":
         raise SettingsError(f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run")
     if settings.device != "cpu":
         raise SettingsError(
-            f"device = {settings.device!r} is for simulations: what a site computes on is its own affair; leave it out"
+            f"device = {settings.device!r} is for simulations: each site chooses its own device; leave it out"
         )
     if settings.protocol == BaseToNew.name:
         raise SettingsError(
-            f"protocol = {settings.protocol!r} is for simulations: it leaves classes of the sites out; take 'own-test'"
+            f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
         )
     check_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
-            "the server has no images to take class names from; name the classes in the "
-            "experiment, as [source] classes = ['cat', 'dog']"
+            "the server has no images to take class names from; name the classes in the experiment, as [source] "
+            "classes = ['cat', 'dog']"
         )
     wants = contract.has_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE_FILE).exists():
         raise DataError(
-            f"the method {settings.method.name} needs public reference rows, and there is no "
-            f"{kit.folder / REFERENCE_FILE}; make it: fedvlm deploy reference {kit.folder} --data "
-            "IMAGES --encoder ENCODER"
+            f"the method {settings.method.name} needs public reference samples, and there is no "
+            f"{kit.folder / REFERENCE_FILE}; make it: fedvlm deploy reference {kit.folder} --data IMAGES --encoder "
+            "ENCODER"
         )
 
 
 def describe_bound(settings: Settings) -> str:
-    """What keeps one site from moving the mean as far as it likes."""
+    """Describe what bounds the influence of one site on the mean."""
     channel = with_deployment_bound(settings.channel, settings.method)
     if channel.bound == "median":
         return (
-            "changes longer than twice the round's median are shortened, and rows above four times "
-            "the median do not count (channel.bound)"
+            "changes above twice the round's median are shortened, and samples above four times the median do not "
+            "count (channel.bound)"
         )
     if channel.secure:
-        return (
-            f"only channel.clip = {channel.clip} bounds a change, at its site: in a secure sum nobody sees single ones"
-        )
+        return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
         return f"changes of a norm above {channel.bound} are refused (channel.bound)"
     return f"nothing bounds a change: {settings.method.name} aggregates single uploads in its own way"
@@ -228,7 +226,7 @@ def describe_bound(settings: Settings) -> str:
 
 @dataclass
 class DeployedRun:
-    """One run over the sites; its record is as a run in one process leaves it."""
+    """Run an experiment over the sites; its record is that of a run in one process."""
 
     grid: Any
     kit: ServerKit
@@ -265,7 +263,7 @@ class DeployedRun:
     def open_training(
         self, settings: Settings, training: Training, seed: int, tuning: Any | None = None
     ) -> RemoteEngine:
-        """A training at all sites that are there; of a `race` it tells how large that is."""
+        """Open a training at all connected sites; `tuning` says how large its search is."""
         spec = training_spec(settings, training, seed) | ({} if tuning is None else {"tuning": tuning})
         self.log_event(
             "begun",
@@ -282,7 +280,7 @@ class DeployedRun:
         return engine
 
     def make_terms(self, settings: Settings, engine: RemoteEngine, seed: int) -> tuple[TrainingTerms, RemoteState]:
-        """What everyone knows of a training, and the local tensors of one nobody has seen."""
+        """Return what everyone knows of a training, and the local tensors of an unseen client."""
         first = engine.sites[engine.base]
         terms = terms_of(settings, frozen_from(first.header, first.text, seed), seed)
         channel = with_deployment_bound(settings.channel, settings.method)
@@ -309,14 +307,14 @@ class DeployedRun:
         )
 
     def sum_recorder(self, settings: Settings, name: str) -> Callable[[int, Tensors, DecodedUploads], None]:
-        """What is kept of a round's uploads for sites that withdraw later, where that helps."""
+        """Return what keeps a round's sum of uploads for sites that withdraw later, where that helps."""
         if removal_obstacle(settings):
             return ignore_sum
         sums = UploadSums.read(self.record.folder / "trainings" / f"{name}.{SUMS_SUFFIX}")
         return sums.add
 
     def make_manifest(self, settings: Settings, engine: RemoteEngine, first: SiteOpening, seed: int) -> dict[str, Any]:
-        """The manifest: of the rows the server knows no more than classes and numbers."""
+        """Return the manifest; of the samples, the server knows only classes and counts."""
         about = first.header
         text = None if first.text is None else first.text.tolist()
         site_facts = {key: about[key] for key in MANIFEST_FIELDS if key in about}
@@ -332,7 +330,7 @@ class DeployedRun:
         }
 
     def load_reference(self, training: Training, seed: int) -> Tensors:
-        """The public rows that go with the first message, if the method wants them."""
+        """Return the public reference samples that go with the first message, if the method needs them."""
         settings = self.settings
         if not contract.has_reference(settings.method):
             return {}
@@ -344,8 +342,8 @@ class DeployedRun:
         view = "patches" if "patches" in settings.method.traits.needs else "image"
         if view not in values:
             raise DataError(
-                f"{self.kit.folder / REFERENCE_FILE} has no {view} rows, which {settings.method.name} "
-                "works on; make it again: fedvlm deploy reference"
+                f"{self.kit.folder / REFERENCE_FILE} has no {view} embeddings, which {settings.method.name} works on; "
+                "make it again: fedvlm deploy reference"
             )
         return {"reference": values[view]}
 
@@ -354,19 +352,19 @@ RUN_RULES = {"quorum", "deadline", "wait"}  # of server.toml, that one run may h
 
 
 def with_rules(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
-    """The kit with the rules of this run."""
+    """Return the kit with the rules of this run."""
     fixed_fields = {kit_field.name for kit_field in fields(ServerKit)} - RUN_RULES
     return replace(kit, **check_settings("the run", rules, ServerKit, excluded=fixed_fields))
 
 
-STOPPED_MESSAGE = "it was stopped, or the server was; run the same command again to go on"
+STOPPED_MESSAGE = "it was stopped, or the server was; repeat the command to resume"
 
 
 def run_request(grid: Any, folder: Path, id: str = "") -> None:
-    """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
+    """Carry out the request in the server's folder as the ServerApp, and write down why it failed if it did."""
     request, log_event = read_json(folder / RUN_REQUEST_FILE), EventLog(folder)
     if request.get("id", "") != id:  # as if this process began late; it would get in the way
-        raise FederationError("another run was asked for before this one began; ask for it again")
+        raise FederationError("another run was requested before this one started; request it again")
 
     def report_failure(reason: str, full_text: str) -> None:
         log_event("failed", why=reason)
@@ -408,13 +406,16 @@ RUN_NAME = "the run"  # what stands for its sites where a new one is compared wi
 
 @dataclass
 class LateJoin:
-    """One site, and a run that is finished."""
+    """Let one site join a finished run.
+
+    The server asks that site alone; its key, policy and ledger apply as in any round. The other sites are sent nothing.
+    """
 
     run: DeployedRun
     site: str
 
     def join_all(self) -> dict[str, Mapping[str, Any]]:
-        """Scores of the site by training; its classifiers are with it."""
+        """Return the site's scores by training; its classifiers stay with it."""
         record, out = self.run.record, {}
         with record.lock():
             domains = {name: name for name in record.manifest["sites"]}
@@ -427,7 +428,7 @@ class LateJoin:
     def join_training(self, settings: Settings, training: Training, seed: int) -> Mapping[str, Any]:
         record, method, name = self.run.record, settings.method, file_name(training, seed)
         if finished_scores(record, name) is None:
-            raise SettingsError(f"{record.folder} is not finished; go on with it: fedvlm deploy run")
+            raise SettingsError(f"{record.folder} is not finished; resume it: fedvlm deploy run")
         engine = self.run.open_training(settings, training, seed)
         self.check_compatible(engine)
         sent = method.send(record.outcome(training.name, seed)[0], self.site)
@@ -437,11 +438,11 @@ class LateJoin:
         took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
         task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
         answers = engine.adapt(method.rounds, [task])
-        self.run.log_event("joined", site=self.site, rows=engine.rows[self.site], training=name)
+        self.run.log_event("joined", site=self.site, samples=engine.rows[self.site], training=name)
         return answers.replies[self.site].scores
 
     def check_compatible(self, engine: RemoteEngine) -> None:
-        """The site against what the run's sites had: one encoder, one list of classes."""
+        """Compare the site with the run's sites: same encoder, same classes."""
         manifest = self.run.record.manifest
         text = None if manifest["text"] is None else torch.tensor(manifest["text"])
         about = {key: manifest[key] for key in (*MANIFEST_FIELDS, "local") if key in manifest}
@@ -451,7 +452,7 @@ class LateJoin:
 
 
 def _without_begin_events(log_event: EventLogger) -> EventLogger:
-    """What is noted of one site; no run begins."""
+    """Drop the events that announce a run: no run begins."""
 
     def filtered(kind: str, **facts: Any) -> None:
         if kind != "begun":
@@ -461,12 +462,12 @@ def _without_begin_events(log_event: EventLogger) -> EventLogger:
 
 
 def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventLogger) -> dict[str, Any]:
-    """Brings one site to the classifiers of a finished run."""
+    """Give one site the classifiers of a finished run."""
     if site not in kit.sites:
         raise SettingsError(f"{site} has no certificate at this server; admit it first")
     record = Record(out)
     if record.result() is None:
-        raise SettingsError(f"{out} is no finished run; go on with it: fedvlm deploy run")
+        raise SettingsError(f"{out} is not a finished run; resume it: fedvlm deploy run")
     alone = replace(kit, sites=(site,), quorum=1.0)
     settings = build(record.manifest["identity"])
     other_nodes = {node for name, node in known_nodes(kit).items() if name != site}
@@ -485,7 +486,7 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
 def write_reference(
     folder: Path, data: str, encoder: str, patches: bool, progress: Callable[[str, int, int], None]
 ) -> int:
-    """Public rows, without labels, for the server to send; their number."""
+    """Embed public images without labels for the server to send; return their number."""
     box, _ = open_encoder_with_notes(encoder, {})
     rows = encode(open_data(data, {}), box, patches, "float32", progress).embedded
     values = {"image": rows.x}

@@ -1,4 +1,4 @@
-"""What a site allows, in a file the site owns; it is enforced there, whatever the server asks."""
+"""Hold what a site allows in a file that the site owns, and its people's consent; enforced whatever the server asks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and
 
 
 def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0) -> datetime:
-    """Notes that a person agrees to rounds of these methods (none: all) for some days from now."""
+    """Record that a person agrees to rounds of these methods (none: all) for some days from now."""
     if not by.strip():
-        raise SettingsError("nobody is named; say who consents, as --by 'A. Person'")
+        raise SettingsError("nobody is named; name who consents, e.g. --by 'A. Person'")
     if not days > 0:
-        raise SettingsError(f"days = {days}; consent lasts for more than 0 days")
+        raise SettingsError(f"days must be above 0, got {days}")
     now = datetime.now(UTC)
     until = now + timedelta(days=days)
     consent = {
@@ -43,14 +43,14 @@ def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days:
 
 
 def withdraw_consent(folder: str | Path) -> None:
-    """No round starts from here on; one that has begun is not called back."""
+    """Withdraw the consent: no round starts from now on; a round that has begun continues."""
     (Path(folder) / CONSENT_FILE).unlink(missing_ok=True)
 
 
 def refuse_consent(folder: str | Path, by: str, reason: str) -> None:
-    """Notes that a person refuses; the server learns that, and not why."""
+    """Record that a person refuses; the server learns that, and not why."""
     if not by.strip():
-        raise SettingsError("nobody is named; say who refuses, as --by 'A. Person'")
+        raise SettingsError("nobody is named; name who refuses, e.g. --by 'A. Person'")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     refusal = {"by": by, "refused": now, "reason": reason}
     write_file(Path(folder) / CONSENT_FILE, json.dumps(refusal, indent=1, ensure_ascii=False).encode())
@@ -80,7 +80,7 @@ SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 
 class Protection(Protocol):
-    """What a policy asks of a channel: how it clips, how much noise it adds, what it hides."""
+    """Describe what a policy checks of a channel: clipping, noise and secure sums."""
 
     @property
     def clip(self) -> float: ...
@@ -93,45 +93,45 @@ class Protection(Protocol):
 @dataclass(frozen=True)
 class Policy:
     methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
-    # statistics of a class of fewer training rows stay here
+    # statistics of a class with fewer training samples stay here
     min_class_samples: int = ranged_field(16, NON_NEGATIVE)
     min_samples: int = ranged_field(16, NON_NEGATIVE)  # with fewer training rows nothing is trained
     # training rows that are used at most, drawn by the site; 0: all
     max_samples: int = ranged_field(0, NON_NEGATIVE)
-    server_divides: bool = False  # the server may say shots, ratios and the seed of the division
-    max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # bytes of one message to the server; 0: any
-    # the channel must clip to this norm or a smaller one; 0: it need not clip
+    server_divides: bool = False  # the server may choose shots, ratios and the seed of the partition
+    max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # maximum bytes of one message to the server; 0: any
+    # the channel must clip to this norm or less; 0: it need not clip
     clip: float = ranged_field(0.0, NON_NEGATIVE)
-    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be this or more
-    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # ε of all that leaves, in total; 0: not limited
+    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be at least this
+    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     secure: bool = False  # uploads leave in a secure sum only
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
     trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
     rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
     all_rounds: int = ranged_field(10_000, NON_NEGATIVE)  # likewise in total
-    measures: int = ranged_field(600, NON_NEGATIVE)  # answers of scores alone, per training
+    measures: int = ranged_field(600, NON_NEGATIVE)  # maximum of replies with scores alone, per training
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
 
     def admit(self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
-        """Refuses a round before anything is computed. `labels` are those of the training rows."""
+        """Refuse a round before anything is computed. `labels` are those of the training samples."""
         if not {ALL_METHODS, method.name} & set(self.methods):
             raise RequestRefused(
                 "method",
-                f"the method {method.name} is not allowed here, only "
-                f"{', '.join(self.methods) or 'none'}; see methods in {POLICY_FILE}",
+                f"the method {method.name} is not allowed here, only {', '.join(self.methods) or 'none'}; see methods "
+                f"in {POLICY_FILE}",
             )
         if self.clip and not 0 < channel.clip <= self.clip:
             raise RequestRefused(
                 "clip",
-                f"channel.clip = {channel.clip:g}, but this site wants its change clipped to {self.clip:g} or less",
+                f"channel.clip must be above 0 and at most {self.clip:g}, got {channel.clip:g}",
                 most=self.clip,
             )
         if channel.noise_multiplier < self.noise_multiplier:
             raise RequestRefused(
                 "noise",
-                f"channel.noise_multiplier = {channel.noise_multiplier:g}, but this site wants "
-                f"{self.noise_multiplier:g} or more",
+                f"channel.noise_multiplier must be at least {self.noise_multiplier:g}, "
+                f"got {channel.noise_multiplier:g}",
                 least=self.noise_multiplier,
             )
         if self.secure and not channel.secure:
@@ -145,13 +145,13 @@ class Policy:
             check_consent(Path(folder), method.name)
 
     def small_classes(self, labels: NDArray[np.int64]) -> list[int]:
-        """The classes whose statistics stay here."""
+        """Return the classes whose statistics stay here."""
         counts = np.bincount(labels, minlength=1)
         small_classes: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
         return small_classes
 
     def with_min_class_samples(self, method: Method) -> Method:
-        """The method, made to leave out classes of few rows, whatever the experiment says."""
+        """Return the method with this site's minimum of samples per class, whatever the experiment says."""
         current_minimum = setting(method, "min_class_samples")
         if current_minimum is None or current_minimum >= self.min_class_samples:
             return method
@@ -159,7 +159,7 @@ class Policy:
         return made
 
     def check_partition(self, clients: Clients) -> None:
-        """Refuses a division that singles rows out: two that differ by a row tell it."""
+        """Refuse a partition that singles samples out: two trainings that differ by one sample reveal it."""
         allowed = replace(Clients(), partition=clients.partition, count=clients.count, domains=clients.domains)
         allowed = replace(allowed, alpha=clients.alpha, min_samples=clients.min_samples)
         if not self.server_divides and clients != allowed:
@@ -167,11 +167,11 @@ class Policy:
 
     @property
     def score_detail(self) -> str:
-        """Scores are told so; beside noise, exact ones would undo it."""
+        """Return how exact scores may be; beside noise, exact scores would undo it."""
         return "none" if self.scores == "exact" and (self.noise_multiplier or self.epsilon) else self.scores
 
     def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """The scores that may leave."""
+        """Return the scores that may leave."""
         counts = {
             f"{part}_{count_name}": int(scores[f"{part}_{count_name}"])
             for part in ("validation", "test")
@@ -189,19 +189,19 @@ class Policy:
         return {**counts, **{key: round(score * SCORE_STEPS) / SCORE_STEPS for key, score in rest.items()}}
 
     def check_upload_size(self, size: int) -> None:
-        """Refuses to let a message of this many bytes leave."""
+        """Refuse a reply of more bytes than allowed."""
         if self.max_upload_bytes and size > self.max_upload_bytes:
             raise RequestRefused("upload", bytes=size, most=self.max_upload_bytes)
 
 
 def read_policy(folder: str | Path) -> Policy:
-    """The policy of a site's folder; without the file nothing is allowed."""
+    """Read the policy of a site's folder; without the file nothing is allowed."""
     path = Path(folder) / POLICY_FILE
     return read_table(Policy, str(path), read_toml(path), ": ")
 
 
 def current_policy(folder: str | Path) -> Policy:
-    """The policy for one message; one that cannot be read refuses it."""
+    """Read the policy for one message; refuse the message if the policy cannot be read."""
     try:
         return read_policy(folder)
     except (FedVLMError, OSError) as error:
@@ -212,65 +212,62 @@ def current_policy(folder: str | Path) -> Policy:
 RULE_TEXTS = {
     "methods": (
         "methods that may run here",
-        'a method sends what it sends; name those you have read about. ["*"] is all of them',
+        'each method uploads something else; list those you know. ["*"] allows all',
     ),
     "min_class_samples": (
-        "statistics of a class of fewer training rows stay here",
+        "statistics of a class with fewer training samples stay here",
         "the mean of few images is nearly the images themselves",
     ),
     "min_samples": (
-        "with fewer training rows than this nothing is trained",
-        "a model of a handful of rows tells which they were",
+        "with fewer training samples than this nothing is trained",
+        "a model of a handful of samples reveals them",
     ),
-    "max_samples": (
-        "training rows that are used at most, drawn here; 0: all",
-        "what is not used cannot leave",
-    ),
+    "max_samples": ("maximum of training samples that are used, drawn here; 0: all", "what is not used cannot leave"),
     "server_divides": (
-        "the server may say shots, ratios and the seed of the division",
-        "two trainings that differ by one row tell that row",
+        "the server may choose shots, ratios and the seed of the partition",
+        "two trainings that differ by one sample reveal it",
     ),
     "max_upload_bytes": (
-        "bytes of one message to the server; 0: any",
+        "maximum bytes of one message to the server; 0: any",
         "a large message can hold the data; heads, prompts and statistics are small",
     ),
     "clip": (
-        "the channel must clip to this norm or a smaller one; 0: it need not",
-        "one site's change is bounded, and noise counts for something",
+        "the channel must clip to this norm or less; 0: it need not",
+        "clipping bounds one site's change, so that noise can hide it",
     ),
     "noise_multiplier": (
-        "the channel's noise multiplier must be this or more",
-        "with noise nobody can be sure whether a row was there",
+        "the channel's noise multiplier must be at least this",
+        "with noise nobody can be sure whether a sample was used",
     ),
     "epsilon": (
-        "ε of all that leaves, in total; 0: not limited",
-        "noise is used up by asking often; above it no upload leaves",
+        "total ε of all uploads; 0: not limited",
+        "repeated requests use the noise up; above the limit no upload leaves",
     ),
-    "delta": ("δ at which ε is counted", "the chance that the promise of ε does not hold"),
+    "delta": ("δ at which ε is counted", "the probability that the bound ε does not hold"),
     "secure": (
-        "uploads leave in a secure sum only",
-        "the server sees what all sites say together, and not what this one says",
+        "uploads leave only in a secure sum",
+        "the server sees the sum of all uploads, and not this site's",
     ),
     "scores": (
-        'what is told of how well it works here: "exact", "coarse" or "none"',
-        "exact losses of heads that a server makes up tell of rows; beside noise they are not told",
+        'how exactly scores are reported: "exact", "coarse" or "none"',
+        "exact losses of heads that a server makes up reveal samples; with noise they are not reported",
     ),
-    "trainings": ("trainings that may be opened, in total", "each tells a little more"),
-    "rounds": ("rounds that are answered, per training", "each tells a little more"),
-    "all_rounds": ("rounds that are answered, in total", "each tells a little more"),
+    "trainings": ("maximum of trainings, in total", "each reveals a little more"),
+    "rounds": ("maximum of rounds, per training", "each reveals a little more"),
+    "all_rounds": ("maximum of rounds, in total", "each reveals a little more"),
     "measures": (
-        "answers of scores alone, per training",
-        "a server could ask for the loss of any head, as often as it likes",
+        "maximum of replies with scores alone, per training",
+        "a server could request the loss of any head, as often as it likes",
     ),
     "consent": (
         "no round starts without a person's consent (fedvlm deploy consent)",
-        "somebody knows that it happens",
+        "somebody at the site knows of each training",
     ),
 }
 
 
 def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
-    """The policy that `fedvlm deploy init` writes."""
+    """Return the policy that `fedvlm deploy init` writes."""
     lines = ["# What this site allows; the server cannot change it. `fedvlm deploy policy` explains."]
     for rule in fields(Policy):
         value = list(methods) if rule.name == "methods" else rule.default
@@ -279,7 +276,7 @@ def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
 
 
 def explain_policy(policy: Policy) -> list[str]:
-    """A line or two for each rule."""
+    """Explain each rule in a line or two."""
     out = []
     for name, (meaning, benefit) in RULE_TEXTS.items():
         value = getattr(policy, name)
@@ -288,9 +285,9 @@ def explain_policy(policy: Policy) -> list[str]:
         usual = "" if name == "methods" or value == getattr(Policy(), name) else " (not the usual)"
         out.append(f"{name} = {_yes_no(value)}{usual}: {meaning}.\n    Why: {benefit}.")
     if policy.score_detail == "none":
-        out.append("No scores of this site's rows are told.")
+        out.append("No scores of this site are reported.")
     else:
-        out.append(f"Scores of this site's rows are told, {policy.score_detail}.")
+        out.append(f"Scores of this site are reported: {policy.score_detail}.")
     return out
 
 
@@ -302,7 +299,7 @@ DEFAULT_POLICY_TEXT = example_policy()
 
 
 def check_not_withdrawn(folder: Path, key: bytes) -> None:
-    """Refuses everything once this site has withdrawn, until it has another key."""
+    """Refuse everything once this site has withdrawn, until it has another key."""
     if not (folder / WITHDRAWN_FILE).exists():
         return
     try:

@@ -1,4 +1,4 @@
-"""A site: its own rows, its policy and ledger, and its answers to the server's requests."""
+"""Serve a site: answer the server's signed requests with its own samples, under its policy and ledger."""
 
 import os
 import socket
@@ -58,11 +58,11 @@ UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about str
 
 
 class UnsignedMessageError(FederationError):
-    """A message that the server did not sign; it gets no answer."""
+    """A message that the server did not sign; it gets no reply."""
 
 
 class Site:
-    """Answers requests that its server has signed, as far as its policy allows."""
+    """Answer requests that the server has signed, as far as the policy allows."""
 
     def __init__(self, kit: SiteKit, print_line: PrintLine = lambda text: None) -> None:
         self.kit, self.log_event = kit, EventLog(kit.folder, print_line)
@@ -77,7 +77,7 @@ class Site:
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
     def log_text(self, text: str) -> None:
-        """To the people here, on the terminal and in the site's log."""
+        """Log a text for the people at this site."""
         self.log_event("said", text=text)
 
     def answer(self, request: Message, state: Message) -> tuple[Message, Message]:
@@ -156,7 +156,7 @@ class Site:
         return reply
 
     def _count_unsigned(self) -> None:
-        """A short line, and not more than one a minute: a stranger cannot fill the disk."""
+        """Log unsigned messages at most once a minute, so that an outsider cannot fill the disk."""
         self.n_unsigned += 1
         if monotonic() - self.last_unsigned_log >= UNSIGNED_LOG_SECONDS:
             self.last_unsigned_log = monotonic()
@@ -209,13 +209,13 @@ class Site:
         self.admitted_tunings.add(tuning["key"])
 
     def _log_suppressed_classes(self, site_training: SiteTraining, policy: Policy) -> None:
-        """To the people here; the server is not told which classes are small."""
+        """Log which classes are too small to upload; the server is not told."""
         names = [site_training.world.frozen.classes[i] for i in policy.small_classes(site_training.labels)]
         if names and isinstance(site_training.world.method, ClassStatistics):
-            self.log_text(f"of these classes there are few rows; nothing leaves: {', '.join(names)}")
+            self.log_text(f"these classes have too few samples, so nothing of them is uploaded: {', '.join(names)}")
 
     def _load_training(self, key: str, policy: Policy) -> ClientTraining:
-        """A training that was opened; after a restart from what was noted then."""
+        """Return an opened training; after a restart, load it from its folder."""
         folder = self._folder(key)
         if key not in self.handler.trainings:
             if not (folder / "training.json").exists():
@@ -238,20 +238,20 @@ class Site:
         return self.kit.folder / "state" / key
 
     def on_adapted(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None:
-        """The site's own classifier, which is what all this was for; without it the run goes on."""
+        """Save the site's own classifier; the run continues if that fails."""
         if self.site_trainings[training.key].is_trial:
             return
         try:
             self._save_classifier(training, sent, local)
         except Exception:
-            self.log_text(f"its classifier cannot be kept:\n{traceback.format_exc()}")
+            self.log_text(f"the classifier cannot be saved:\n{traceback.format_exc()}")
 
     def _save_classifier(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None:
         site_training, world = self.site_trainings[training.key], training.world
         place = self.kit.folder / "classifiers" / slug(site_training.title)
         # A classifier sends what it holds once more: most methods send all of it, as it is.
         if tensors.max_relative_difference(sent, world.method.send(sent, training.id)) > 0:
-            self.log_text(f"{world.method.name} sends each client tensors of its own; none is kept")
+            self.log_text(f"{world.method.name} sends each client its own tensors; no classifier is saved")
             return
         calibrated = fit_calibration(world, sent, local, training.id)
         classifier = Personalised(
@@ -269,7 +269,7 @@ def _check_same_encoder(stored_spec: Mapping[str, Any], site_training: SiteTrain
         raise ReportedError(
             "encoder",
             f"this site began this training with the encoder {stored_spec['encoder']}, and now has "
-            f"{site_training.encoder}; give it the first one again, or start another experiment",
+            f"{site_training.encoder}; use the first one again, or start another experiment",
         )
 
 
@@ -278,7 +278,7 @@ def _ledger_fields(fields: Header | None) -> dict[str, Any]:
 
 
 def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -> None:
-    """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
+    """Serve requests at a site until it is stopped."""
     certificate = read_own_certificate(kit.folder)
     site = Site(kit, print_line)
     log_event = site.log_event
@@ -309,7 +309,7 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
                 except TimeoutError:
                     continue
                 except OSError as error:  # as when no file can be opened for a while
-                    log_event("said", text=f"a request was not taken ({error})")
+                    log_event("said", text=f"a request was not accepted ({error})")
                     stop.wait(0.5)
                     continue
                 with stream:
@@ -319,7 +319,7 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
 
 
 def answer_request(site: Site, stream: socket.socket) -> None:
-    """Whatever comes in, and whatever comes of it, the site goes on."""
+    """Answer one request; no error ends the site."""
     stream.settimeout(60)
     try:
         send_messages(stream, site.answer(receive_message(stream), receive_message(stream)))
@@ -329,7 +329,7 @@ def answer_request(site: Site, stream: socket.socket) -> None:
 
 
 def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
-    """Waits for the server as long as it takes, and says why it is not reached."""
+    """Wait for the server as long as it takes, and log why it cannot be reached."""
     last_error = ""
     while not stop.is_set():
         try:
@@ -351,24 +351,23 @@ def _start_node(kit: SiteKit, bin: Path, place: str) -> Process:
 
 
 def _write_script(path: Path, module: str, main: str) -> None:
-    """A program of this name, to be found before Flower's own."""
+    """Write a program that is found before Flower's own of that name."""
     named = f"from fedvlm.deploy.flower.{module} import {main}"
     path.write_text(f"#!{sys.executable}\n{named}\n{main}()\n")
     path.chmod(0o700)
 
 
 def describe_supernode_exit(kit: SiteKit, node: Process) -> str:
-    """Why a SuperNode ended, in words that help."""
+    """Explain why a SuperNode ended, with the remedy."""
     log_tail = node.tail()
     causes = [cause for cause in (SUPEREXEC_ENDED, CONNECTION_LOST) if cause in log_tail]
     if node.killed:
         causes.append(f"its SuperNode was ended by {node.killed}")
     if causes:
-        return f"site {kit.name} stopped, for {causes[0]}; start it again. Flower says:\n{log_tail}"
+        return f"site {kit.name} stopped: {causes[0]}; start it again. Flower says:\n{log_tail}"
     return (
-        f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
-        "known there, because it was revoked or renewed, has expired, or is of another federation "
-        "(ask the server's people, who see it by `fedvlm deploy keys`), or a copy of the kit is "
-        "connected (or was, a minute ago), or the server has a new database (start the site "
-        f"again). Flower says:\n{log_tail}"
+        f"site {kit.name} is not admitted at {kit.address}; either its key is not known there, because it was revoked "
+        "or renewed, has expired, or is of another federation (ask the server's people, who see it by `fedvlm deploy "
+        "keys`), or a copy of the kit is connected (or was, a minute ago), or the server has a new database (start the "
+        f"site again). Flower says:\n{log_tail}"
     )

@@ -1,4 +1,4 @@
-"""What a site brings to a training: a world of its own rows and no others."""
+"""Load a site's own samples for one training, and describe to its people what would leave."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,14 +23,7 @@ from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.manifest import provenance
-from fedvlm.runner.prepare import (
-    Prepared,
-    check_samples,
-    frozen_of,
-    prepare,
-    prepare_client,
-    with_calibration,
-)
+from fedvlm.runner.prepare import Prepared, check_samples, frozen_of, prepare, prepare_client, with_calibration
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.tensors import count_bytes
@@ -53,14 +46,13 @@ class SiteTraining:
 
 
 def load_site_training(
-    kit: SiteKit,
-    settings: Settings,
-    spec: Mapping[str, Any],
-    reference: Tensor | None,
-    policy: Policy,
+    kit: SiteKit, settings: Settings, spec: Mapping[str, Any], reference: Tensor | None, policy: Policy
 ) -> SiteTraining:
-    """The world of one training at this site; classes and method are the server's to say, how rows
-    are divided only as far as the policy says so."""
+    """Load a site's own samples for one training.
+
+    The server chooses classes and method; how samples are split is the site's choice, unless the policy allows
+    otherwise.
+    """
     seed = int(spec["seed"])
     if not kit.plays:
         policy.check_partition(settings.clients)
@@ -89,7 +81,7 @@ def load_site_training(
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
-    """The site's own budget of training rows, the same ones in every training."""
+    """Limit the training samples to the site's maximum, the same ones in every training."""
     member = prepared.partition.clients[id]
     if not limit or len(member.train) <= limit:
         return prepared
@@ -98,7 +90,7 @@ def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
 
 
 def _without_test(prepared: Prepared, id: str) -> Prepared:
-    """A trial has no test rows, so that nothing can be chosen by them."""
+    """Remove the test samples of a trial, so that nothing is chosen by them."""
     return _replace_member(prepared, id, replace(prepared.partition.clients[id], test=np.zeros(0, np.int64)))
 
 
@@ -110,22 +102,22 @@ def _replace_member(prepared: Prepared, id: str, member: ClientSplit) -> Prepare
 def _check_plays(prepared: Prepared, plays: str) -> None:
     members = prepared.partition.clients
     if plays not in members:
-        raise SettingsError(f"plays = {plays!r} is no client of this experiment; it has {join_names(list(members))}")
+        raise SettingsError(f"plays = {plays!r} is not a client of this experiment; it has {join_names(list(members))}")
 
 
 def with_reference(world: World, reference: Tensor | None) -> World:
-    """The rows everyone may see, behind the site's own."""
+    """Append the public reference samples behind the site's own."""
     if not has_reference(world.method):
         return world
     if reference is None:
         raise FederationError(
-            f"the method {world.method.name} needs reference rows, and the server sent none; "
-            "the server's folder must hold them: fedvlm deploy reference"
+            f"the method {world.method.name} needs reference samples, and the server sent none; the server's folder "
+            "must hold them: fedvlm deploy reference"
         )
     if not isinstance(world.x, Tensor) or reference.shape[1:] != world.x.shape[1:]:
         raise FederationError(
-            f"the server's reference rows are of shape {tuple(reference.shape[1:])}, this site's "
-            f"of {tuple(world.x.shape[1:])}; make the reference with the same encoder"
+            f"the server's reference samples have shape {tuple(reference.shape[1:])}, this site's "
+            f"{tuple(world.x.shape[1:])}; make the reference with the same encoder"
         )
     rows = len(world.x)
     return replace(
@@ -137,14 +129,14 @@ def with_reference(world: World, reference: Tensor | None) -> World:
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
-    """A site's process has nobody who watches a bar."""
+    """Ignore progress: nobody watches a site's process."""
 
 
 def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
-    """The site's own data through its own encoder, under the experiment's classes."""
+    """Embed the site's own data by its own encoder, under the experiment's classes."""
     settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
-        raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
+        raise SettingsError(f"site {kit.name} has no data; name it, e.g. --data IMAGES")
     if kit.encoder.startswith("store:"):
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
         return align_stored_classes(load(alone, ignore_progress)[0], classes, kit.name)
@@ -158,13 +150,13 @@ def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> 
 
 
 def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> NDArray[np.int64]:
-    """The site's labels as the experiment counts them; a site need not have every class."""
+    """Map the site's labels to the experiment's classes; a site need not have every class."""
     number = np.array(match_classes(dataset.classes, classes), dtype=np.int64)
     if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
         raise ReportedError(
             "classes",
-            f"site {site} has images of {strange[0]!r}, which is no class of this experiment; "
-            f"its classes are {join_names(classes)}",
+            f"site {site} has images of {strange[0]!r}, which is not a class of this experiment; its classes are "
+            f"{join_names(classes)}",
             count=len(strange),
         )
     out: NDArray[np.int64] = number[dataset.labels]
@@ -172,31 +164,26 @@ def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str)
 
 
 def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> EmbeddedTable:
-    """Rows of a store under the experiment's classes, with their texts in its order."""
+    """Return stored samples under the experiment's classes, with their texts in its order."""
     labels = _map_labels(rows, classes, site)
     held = [normalise_class_name(name) for name in rows.classes]
     if rows.text is not None and (missing := sorted(set(classes) - set(held))):
         raise DataError(
-            f"the store of site {site} has no text of class {missing[0]!r}; "
-            "embed the images with an encoder instead, or add the class to the store"
+            f"the store of site {site} has no text of class {missing[0]!r}; embed the images with an encoder instead, "
+            "or add the class to the store"
         )
     order = [] if rows.text is None else [held.index(name) for name in classes]
-    return replace(
-        rows,
-        classes=tuple(classes),
-        labels=labels,
-        text=None if rows.text is None else rows.text[order],
-    )
+    return replace(rows, classes=tuple(classes), labels=labels, text=None if rows.text is None else rows.text[order])
 
 
 def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
-    """Embeds the site's images before the first request, and says what is wrong with them."""
+    """Embed the site's images before the first request; return warnings about them."""
     if kit.plays or kit.encoder.startswith("store:"):
         return []
     if not kit.data or not kit.encoder:
         raise SettingsError(
-            f"site {kit.name} needs its images and an encoder: "
-            f"fedvlm deploy site {kit.folder} --data IMAGES --encoder demo"
+            f"site {kit.name} needs its images and an encoder: fedvlm deploy site {kit.folder} --data IMAGES --encoder "
+            "demo"
         )
     encoder, notes = open_encoder_with_notes(kit.encoder, kit.access)
     done = encode(open_data(kit.data, kit.source), encoder, False, "float32", progress)
@@ -204,8 +191,8 @@ def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -
 
 
 def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """How many validation rows are right with what came of the run, and by own rows alone."""
-    scores = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
+    """Count correct validation samples of the federated classifier and of one trained on own samples alone."""
+    scores = {"samples": measured["validation_rows"], "federated": measured["validation_hits"]}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
         return {**scores, "alone": "?"}  # its rows are patches or pixels, and a probe has none
     probe = replace(world, method=make("alone"))
@@ -215,7 +202,7 @@ def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> di
 
 
 def pending_request(folder: Path) -> dict[str, Any] | None:
-    """The last request, if it still needs a person: what would leave, how often, at what cost."""
+    """Return the last request if it still needs a person's consent."""
     if not read_policy(folder).consent:
         return None
     requests = [event for event in events.read_events(folder) if event["kind"] == "asks"]
@@ -231,7 +218,7 @@ def pending_request(folder: Path) -> dict[str, Any] | None:
 def describe_request(
     settings: Settings, site_training: SiteTraining, account: PrivacyBudget, policy: Policy
 ) -> dict[str, Any]:
-    """What a person is asked to consent to; the upload is made to see what it holds, and stays."""
+    """Describe what a person is asked to consent to; the upload is computed to see what it holds, and stays here."""
     method, channel = settings.method, settings.channel
     [id] = site_training.world.members
     shared, local = method.init(site_training.world.frozen)
@@ -255,8 +242,8 @@ def format_request(asked_event: dict[str, Any] | None) -> list[str]:
     noise = "without noise" if not asked_event["noise"] else f"with noise {asked_event['noise']:g}"
     lines = [
         f"The server asks for {asked_event['method']}, {asked_event['rounds']} rounds.",
-        f"In the first round {', '.join(asked_event['leaves']) or 'nothing but scores'} would leave this "
-        f"site ({asked_event['bytes']} bytes), {noise}. No image leaves.",
+        f"In the first round {', '.join(asked_event['leaves']) or 'nothing but scores'} would leave this site "
+        f"({asked_event['bytes']} bytes), {noise}. No image leaves.",
     ]
     if asked_event["after"]:
         lines.append(f"ε so far {asked_event['before']:.3g}, after this run {asked_event['after']:.3g}.")

@@ -1,4 +1,8 @@
-"""Embeddings on disk: every image is encoded once."""
+"""The cache of embeddings on disk: one entry per encoder, in which every image and sentence is encoded once.
+
+`DIR/<encoder fingerprint>/` holds `meta.json` and tables of rows (see rows.py), keyed by the SHA-256 of an image's
+bytes or of a sentence. The locks are outside the entries, so that an entry can be removed while its locks are held.
+"""
 
 import json
 import os
@@ -18,7 +22,7 @@ FORMAT = 1
 
 
 def cache_directory() -> Path:
-    """FEDVLM_CACHE, or `fedvlm` in the user's cache directory."""
+    """Return FEDVLM_CACHE, or `fedvlm` in the user's cache directory."""
     if configured := os.environ.get("FEDVLM_CACHE"):
         return Path(configured).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -26,7 +30,7 @@ def cache_directory() -> Path:
 
 
 class Entry:
-    """All that is kept of one encoder."""
+    """The cached tables of one encoder."""
 
     def __init__(self, root: Path, fingerprint: str) -> None:
         self.fingerprint, self.folder = fingerprint, root / fingerprint
@@ -54,7 +58,7 @@ class Entry:
         }
 
     def table(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> RowFile | None:
-        """A table by name, made if its shape is known; None if it is not there and not known."""
+        """Return a table by name; create it if `shape` is given, otherwise return None if it does not exist."""
         with file_lock(self._lock):
             meta = self.meta()
             if name not in meta["tables"]:
@@ -66,13 +70,13 @@ class Entry:
         if shape is not None and (stored_dtype, tuple(stored_shape)) != (dtype, shape):
             raise DataError(
                 f"the cache holds {name} of shape {tuple(stored_shape)} for {meta['encoder']}, which now "
-                f"says {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
+                f"has {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
             )
         return RowFile(self.folder / name, self._lock, stored_dtype, tuple(stored_shape))
 
     def ensure_table(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowFile:
         table = self.table(name, dtype, shape)
-        assert table is not None  # its shape is known
+        assert table is not None  # it is created with this shape
         return table
 
     def make(self, encoder: str) -> None:
@@ -90,9 +94,9 @@ class Entry:
 
 @contextmanager
 def lock_entry(root: Path, fingerprint: str, encoder: str) -> Iterator[tuple[Entry, Claims]]:
-    """An entry to read and append to, made if need be; it cannot be removed meanwhile."""
+    """Open an entry to read and append to, created if missing; it cannot be removed meanwhile."""
     if not re.fullmatch("[0-9a-f]{16,64}", fingerprint):
-        raise SettingsError(f"{fingerprint!r} is no fingerprint of an encoder; it takes 16 to 64 hex digits")
+        raise SettingsError(f"{fingerprint!r} is no fingerprint of an encoder; a fingerprint has 16 to 64 hex digits")
     files.make_private_folder(root)
     with explain_write_errors(root):
         (root / "locks").mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -115,7 +119,7 @@ class EntrySummary:
     rows: int  # images with a pooled embedding
     patches: int  # images with patch embeddings
     bytes: int
-    problem: str = ""  # why the entry cannot be used, if so
+    problem: str = ""  # why the entry cannot be used
 
 
 def list_entries(root: Path) -> list[EntrySummary]:
@@ -134,12 +138,12 @@ def _listed(entry: Entry) -> EntrySummary:
 
 
 def remove_entry(root: Path, prefix: str) -> EntrySummary:
-    """Removes the entry whose fingerprint begins so; says what it was."""
+    """Remove the entry whose fingerprint begins with `prefix`; return its summary."""
     entry = find_entry(root, prefix)
     with _lock_exclusively(root, entry):
         listed = _listed(entry)
         with explain_write_errors(entry.folder):
-            # renamed first: a kill halfway must not leave half an entry under its name
+            # renamed first, so that a kill never leaves half an entry under its name
             entry.folder.rename(root / f".removed-{entry.fingerprint}-{os.getpid()}")
             for doomed in root.glob(".removed-*"):
                 shutil.rmtree(doomed)
@@ -147,7 +151,7 @@ def remove_entry(root: Path, prefix: str) -> EntrySummary:
 
 
 def verify(root: Path, prefix: str = "", drop: bool = False) -> dict[str, list[DamagedRow]]:
-    """The damaged rows of each entry whose fingerprint begins so; `drop` lets go of them."""
+    """Return the damaged rows of each entry whose fingerprint begins with `prefix`; `drop` removes them."""
     entries = [find_entry(root, prefix)] if prefix else _entries(root)
     return {entry.fingerprint: _verify(root, entry, drop) for entry in entries}
 
@@ -171,13 +175,13 @@ def _entries(root: Path) -> list[Entry]:
 
 
 def find_entry(root: Path, prefix: str) -> Entry:
-    """The entry whose fingerprint begins so."""
+    """Return the only entry whose fingerprint begins with `prefix`."""
     matches = [entry for entry in _entries(root) if entry.fingerprint.startswith(prefix)]
     if len(matches) != 1:
         names = ", ".join(entry.fingerprint[:16] for entry in matches or _entries(root)) or "none"
         raise DataError(
             f"{len(matches)} entries of the cache at {root} begin with {prefix!r}; "
-            f"give enough of one fingerprint: {names}"
+            f"give more digits of one fingerprint: {names}"
         )
     return matches[0]
 

@@ -1,4 +1,4 @@
-"""Data to embeddings through the cache: each image is encoded once, by whoever comes first."""
+"""Embed a data set through the cache: each image is encoded once, by the process that claims it first."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.table import Dataset, Digests, EmbeddedTable
-from fedvlm.encoders import BATCH, Batching, Encoder, Vectors
+from fedvlm.encoders import BATCH, Batching, Encoder, Vectors, fingerprint
 from fedvlm.encoders.cache import Entry, cache_directory, find_entry, lock_entry
 from fedvlm.encoders.cache.rows import Claims, RowFile
 from fedvlm.encoders.images import DecoderPool, Prepared, check_main_guard
@@ -25,17 +25,17 @@ from fedvlm.machine import count_cores
 from fedvlm.storage.files import NotRegularFileError
 from fedvlm.storage.large_tensors import CHUNK_BYTES, concatenate_rows
 
-MAX_INLINE_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
+MAX_INLINE_BYTES = 16_000_000  # of images; these are decoded sooner than worker processes start
 
 Precision = Literal["float32", "float16"]
 Progress = Callable[[int, int], None]
 
 
-MAX_UNREADABLE_FRACTION = 0.05  # share of the rows above which the data is to blame and not an image
+MAX_UNREADABLE_FRACTION = 0.05  # above it the run stops instead of skipping images
 
 
 class DatasetImages:
-    """Rows are found by the digest of their bytes; an image that is there twice is read once."""
+    """The images of a data set by the digest of their bytes, and which of them cannot be read."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -50,12 +50,12 @@ class DatasetImages:
             except (OSError, DataError) as error:
                 self.digests.append(b"")
                 self._unread[row] = str(error) or type(error).__name__
-                none += isinstance(error, NotRegularFileError)  # skipped by name, but no image that is unsound
+                none += isinstance(error, NotRegularFileError)  # skipped, but not counted as a damaged image
                 continue
             self.digests.append(sha256(data).digest())
             self._sizes[self.digests[-1]] = len(data)
         if not self.digests:
-            raise DataError(f"{dataset.name} has no images; look at its directory and filters")
+            raise DataError(f"{dataset.name} has no images; check its folder")
         self._times = Counter(self.digests)
         self._lost, self._count = len(self._unread) - none, len(self.digests) - none
         self.first: dict[bytes, int] = {}  # digest -> the first row that has it
@@ -73,7 +73,7 @@ class DatasetImages:
     def read(self, digest: bytes) -> bytes:
         try:
             return self._dataset.source.read(self.first[digest])
-        except (OSError, DataError):  # it could be read a moment ago: its digest will not fit
+        except (OSError, DataError):  # it was readable before: the digest will not match
             return b""
 
     def mark_unreadable(self, digest: bytes, reason: str) -> None:
@@ -97,7 +97,7 @@ class DatasetImages:
             )
 
     def readable_rows(self) -> NDArray[np.int64]:
-        """The rows that can be read, if they still hold every class."""
+        """Return the rows that can be read; refuse a class without any."""
         fine = [bool(d) and d not in self._undecoded for d in self.digests]
         rows = np.flatnonzero(np.array(fine))
         lost_classes = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
@@ -111,7 +111,7 @@ class DatasetImages:
 
 @dataclass(frozen=True)
 class EmbedResult:
-    """The embeddings, and what it took to get them."""
+    """The embeddings, and how many images were encoded and skipped."""
 
     embedded: EmbeddedTable
     encoded: int  # images this run encoded; the others were in the cache
@@ -123,23 +123,22 @@ def embed(
     dataset: Dataset,
     encoder: Encoder,
     *,
-    fingerprint: str,
     cache: Path | None = None,
     patches: bool = False,
     precision: Precision = "float32",
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> EmbedResult:
-    """Encodes what the cache lacks, then reads everything from it.
+    """Encode the images that the cache lacks, then read everything from it.
 
-    `workers` processes decode (0: this one does); left out, it is one core less than there are, or
-    0 for few images. `progress` is told how many of the images to encode are done.
+    `workers` processes decode images (0: this process does); the default is one less than the cores, or 0 for few
+    images. `progress` is called with the number of encoded images and the number to encode.
     """
     if patches and "patches" not in encoder.offers:
         raise EncoderError(f"{encoder.name} has no patch embeddings; it offers {', '.join(sorted(encoder.offers))}")
     check_main_guard()
-    images = DatasetImages(dataset)
-    with lock_entry(cache or cache_directory(), fingerprint, encoder.name) as (entry, claims):
+    images, key = DatasetImages(dataset), fingerprint(encoder)
+    with lock_entry(cache or cache_directory(), key, encoder.name) as (entry, claims):
         tables = _Tables(entry, encoder, precision, patches)
         todo = [digest for digest in images.first if not tables.have(digest)]
         if workers is None:
@@ -168,7 +167,7 @@ def embed(
             scale=encoder.scale,
             text=text,
             patches=None if grid is None else _grid(grid, content),
-            encoder=f"{encoder.name}@{fingerprint[:16]}",
+            encoder=f"{encoder.name}@{key[:16]}",
             fingerprint="",
         )
     embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
@@ -178,7 +177,7 @@ def embed(
 def read_cached(
     cache: Path, encoder: str, precision: Precision, patches: bool, content: Sequence[bytes]
 ) -> tuple[Tensor, Any]:
-    """Rows that are in the cache, as `embed` gives them; an encoder by its fingerprint's beginning.
+    """Read rows of the cache as `embed` returns them; `encoder` is the beginning of a fingerprint.
 
     Raises KeyError where one is missing.
     """
@@ -192,12 +191,12 @@ def _grid(table: RowFile, content: Sequence[bytes]) -> Any:
 
 
 class _Tables:
-    """The tables of the cache that one run needs."""
+    """The tables of the cache that one data set needs."""
 
     def __init__(self, entry: Entry, encoder: Encoder, precision: Precision, patches: bool) -> None:
         self._entry, self.wants_patches = entry, patches
         self.pooled = entry.ensure_table(f"pooled.{precision}", precision, (encoder.dim,))
-        # how many patches there are is not known before the encoder's first answer
+        # the number of patches is not known before the first batch
         self.patches = entry.table("patches.float16", "float16", None) if patches else None
 
     def have(self, digest: bytes) -> bool:
@@ -222,14 +221,14 @@ class _Tables:
 
 @dataclass
 class _Run:
-    """The images still to encode, on their way through decoders, encoder and cache."""
+    """Take images through decoders, encoder and cache."""
 
     images: DatasetImages
     encoder: Encoder
     tables: _Tables
     claims: Claims
     progress: Progress
-    size: int  # images given to the encoder at once: also what a kill can cost
+    size: int  # images per batch; a kill loses at most one batch
     encoded: int = 0
     done: int = 0
 
@@ -237,7 +236,7 @@ class _Run:
         total = len(todo)
         self.progress(0, total)
         while todo:
-            claimed_elsewhere: list[bytes] = []  # in the hands of other processes
+            claimed_elsewhere: list[bytes] = []  # by other processes
             prepared = decoders.stream(self._claim_images(todo, claimed_elsewhere))
             while batch := list(islice(prepared, self.size)):
                 self._encode(batch)
@@ -252,7 +251,7 @@ class _Run:
             self.progress(self.done, total)
 
     def _claim_images(self, todo: Iterable[bytes], claimed_elsewhere: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Claims an image just before it is decoded, and passes over what others are at."""
+        """Claim each image just before it is decoded; skip those that other processes have claimed."""
         for digest in todo:
             if not self.claims.take(digest):
                 claimed_elsewhere.append(digest)
@@ -276,7 +275,7 @@ class _Run:
                 self.images.mark_unreadable(prepared.digest, prepared.reason)
 
     def _checked(self, answer: Vectors, digests: list[bytes]) -> Vectors:
-        """As the cache will keep it: in its precision, of the right shape, finite and not zero."""
+        """Convert vectors to the precision of the cache; refuse wrong shapes, zeros, NaN and infinity."""
         with np.errstate(over="ignore"):
             pooled = np.asarray(answer.pooled).astype(self.tables.pooled.dtype)
             grid = None if answer.patches is None else answer.patches.astype(np.float16)
@@ -298,13 +297,13 @@ class _Run:
 
     def _refuse(self, problem: str, digest: bytes) -> EncoderError:
         return EncoderError(
-            f"{self.encoder.name} answered with {problem} for {self.images.name(digest)}; "
-            "the batches before it are kept: mend the encoder, or remove the image, and run again"
+            f"{self.encoder.name} returned {problem} for {self.images.name(digest)}; "
+            "earlier batches are cached: repair the encoder, or remove the image, and run again"
         )
 
 
 def _unit_rows(table: RowFile, content: list[bytes]) -> Tensor:
-    """(content, dim) of unit norm, each row checked; many are in a file, and not in memory."""
+    """(content, dim) read checked rows and normalise them; large tables stay in a file."""
     (dim,) = table.shape
     size = max(1, CHUNK_BYTES // (4 * dim))
     starts = range(0, max(1, len(content)), size)
@@ -319,7 +318,7 @@ def _unit(values: NDArray[Any]) -> Tensor:
 
 
 def _fingerprint(embedded: EmbeddedTable, templates: tuple[str, ...]) -> str:
-    """Covers all that a run on these rows can depend on, but for the encoder."""
+    """Digest all that a run on these samples depends on, except the encoder."""
     digest = sha256("\x1e".join(embedded.content).encode())
     columns = [embedded.domains, embedded.clients, embedded.splits]
     columns += [] if embedded.groups is None else [embedded.groups]

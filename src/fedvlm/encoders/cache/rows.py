@@ -1,4 +1,10 @@
-"""Locks between processes; the system lets go of them when a process dies, however it dies."""
+"""Tables of rows on disk, found by a digest, appended by several processes, and never moved.
+
+`NAME.rows` holds the raw rows. `NAME.index` holds one record per row: the digest, the row's number, the row's checksum
+and the record's own checksum. Rows reach the disk before their records, so a complete record always points at a
+complete row. Rows without a record and a partial record at the end are left by a kill and ignored. The system releases
+file locks when a process dies.
+"""
 
 import fcntl
 import os
@@ -22,7 +28,7 @@ from fedvlm.storage import files
 
 @contextmanager
 def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """A whole-file lock; without `wait`, BlockingIOError if another process is in the way."""
+    """Lock a file; without `wait`, raise BlockingIOError if another process holds the lock."""
     file = _open(path)
     try:
         how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -34,17 +40,17 @@ def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[N
 
 
 class Claims:
-    """Which images a process is at work on, so that two processes share the work.
+    """Claims of images by processes, so that two processes share the work.
 
-    A claim is a lock on one byte of an empty file, at a place the digest says. Claims only save
-    work: without them both processes encode the same image and the second append does nothing.
+    A claim is a lock on one byte of an empty file, at an offset given by the digest. Claims only save work: without
+    them both processes encode the same image and the second append does nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, _open(path)
 
     def take(self, digest: bytes) -> bool:
-        """False if another process has this image in hand."""
+        """Claim an image; return False if another process has claimed it."""
         with suppress(BlockingIOError), _explained(self._path):
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(digest))
             return True
@@ -55,7 +61,7 @@ class Claims:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _place(digest))
 
     def wait(self, digest: bytes) -> None:
-        """Until whoever has it is done or dead; never while holding claims, or two could wait."""
+        """Wait until the process that claimed it is done or dead; never while holding claims, to avoid a deadlock."""
         with _explained(self._path):
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _place(digest))
         self.release([digest])
@@ -87,12 +93,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
-RECORD_BODY_BYTES = RECORD.size - 4  # what the record's own checksum covers
+RECORD_BODY_BYTES = RECORD.size - 4  # covered by the checksum of the record
 
 
 @dataclass(frozen=True)
 class DamagedRow:
-    """One damaged row, or one damaged record (which names no row)."""
+    """One damaged row, or one damaged record of the index."""
 
     table: str
     row: int | None
@@ -108,7 +114,7 @@ class RowFile:
         self._rows, self._index = Path(f"{stem}.rows"), Path(f"{stem}.index")
         self._lock, self.folder = lock, stem.parent
         self._rows_by_digest: dict[bytes, tuple[int, int]] = {}  # digest -> row, checksum of the row
-        self._read = 0  # bytes of the index that are in `_known`
+        self._read = 0  # bytes of the index that are read
         self._end = 0  # one past the last row of a record
         self.damaged: list[int] = []  # numbers of the records whose checksum is wrong
         self.refresh()
@@ -120,7 +126,7 @@ class RowFile:
         return digest in self._rows_by_digest
 
     def refresh(self) -> None:
-        """Takes in what other processes appended. Under the lock no append is half done."""
+        """Read what other processes appended; the lock excludes an append in progress."""
         if self._index.exists() and self._index.stat().st_size >= self._read + RECORD.size:
             with file_lock(self._lock, shared=True):
                 self._read_index()
@@ -142,7 +148,7 @@ class RowFile:
         self._read += len(data) - len(data) % RECORD.size
 
     def append(self, digests: Sequence[bytes], values: NDArray[Any]) -> None:
-        """Adds the rows that are not there yet; when it returns, they survive a power failure."""
+        """Append the rows that are missing; when it returns, they survive a power failure."""
         values = np.ascontiguousarray(values, dtype=self.dtype)
         if values.shape != (len(digests), *self.shape):
             raise DataError(f"{self.name} takes rows of {self.shape}, not {values.shape[1:]}")
@@ -153,7 +159,7 @@ class RowFile:
                 return
             data = [values[i].tobytes() for i in new_rows.values()]
             size = self._rows.stat().st_size if self._rows.exists() else 0
-            # after the rows and pieces of rows a kill left, and never a number that was given out
+            # after what a kill left, and never a number that was used before
             first = max(-(-size // self.size), self._end)
             records = [
                 _record(digest, row, crc32(body))
@@ -168,23 +174,20 @@ class RowFile:
             self._read_index()
 
     def read(self, digests: Sequence[bytes]) -> NDArray[Any]:
-        """(digests, *shape), a copy in memory, each row checked."""
+        """(digests, *shape) read rows into memory and check them."""
         values: NDArray[Any] = self._map()[[self._rows_by_digest[digest][0] for digest in digests]]
         flat = values.reshape(len(digests), prod(self.shape)).view(np.uint8)
         check_sums(flat, self.sums(digests), self._rows, [self._rows_by_digest[digest][0] for digest in digests])
         return values
 
     def sums(self, digests: Sequence[bytes]) -> NDArray[np.uint32]:
-        """The checksum of each of these rows."""
+        """Return the checksum of each row."""
         return np.array([self._rows_by_digest[digest][1] for digest in digests], np.uint32)
 
     def mapped(self, digests: Sequence[bytes]) -> NDArray[Any]:
-        """(digests, *shape), memory-mapped and unchecked, for rows that do not fit into memory.
+        """(digests, *shape) map rows that do not fit into memory; the reader checks them against `sums`.
 
-        Who reads them checks them against `sums`, as `mapped.checked` does.
-
-        Rows in another order than the file's are copied to a file without a name, which takes
-        disk and no memory, and is gone when the last one who maps it is.
+        Rows in another order than the file's are copied to an unnamed temporary file on the same disk.
         """
         rows = [self._rows_by_digest[digest][0] for digest in digests]
         everything = self._map()
@@ -197,19 +200,19 @@ class RowFile:
             return np.memmap(file, self.dtype, "c", shape=(len(rows), *self.shape))
 
     def _map(self) -> NDArray[Any]:
-        """All rows; changes to the array stay in memory and never reach the file."""
+        """Map all rows; changes to the array never reach the file."""
         size = self._rows.stat().st_size if self._rows.exists() else 0
         if size < self._end * self.size:
             raise DataError(
-                f"{self._rows} has {size} bytes where its index speaks of {self._end * self.size}; "
-                "`fedvlm cache verify --drop` drops the rows that are lost"
+                f"{self._rows} has {size} bytes instead of {self._end * self.size}; "
+                "`fedvlm cache verify --drop` removes the lost rows"
             )
         if not self._end:
             return np.empty((0, *self.shape), self.dtype)
         return np.memmap(self._rows, self.dtype, "c", shape=(self._end, *self.shape))
 
     def verify(self) -> Iterator[DamagedRow]:
-        """Every row against its checksum."""
+        """Check every row against its checksum."""
         for record in self.damaged:
             yield DamagedRow(self.name, None, "", f"record {record} of the index is damaged")
         with self._rows.open("rb") if self._rows.exists() else BytesIO() as file:
@@ -217,12 +220,12 @@ class RowFile:
                 file.seek(row * self.size)
                 data = file.read(self.size)
                 if len(data) < self.size:
-                    yield DamagedRow(self.name, row, digest.hex(), "the file ends before this row does")
+                    yield DamagedRow(self.name, row, digest.hex(), "the file ends before this row")
                 elif crc32(data) != checksum:
                     yield DamagedRow(self.name, row, digest.hex(), "the row is not what was written")
 
     def drop(self, digests: set[bytes]) -> None:
-        """Rewrites the index without these rows and without damaged records."""
+        """Rewrite the index without these rows and without damaged records."""
         records = [
             _record(digest, *row_and_checksum)
             for digest, row_and_checksum in self._rows_by_digest.items()
@@ -235,13 +238,13 @@ class RowFile:
 
 
 def check_sums(rows: NDArray[Any], sums: NDArray[np.uint32], location: Path | str, numbers: Sequence[int] = ()) -> None:
-    """Refuses rows that are not what was written."""
+    """Refuse rows that differ from what was written."""
     for place, (row, checksum) in enumerate(zip(rows, sums.tolist(), strict=True)):
         if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != checksum:
             row_name = f"row {numbers[place]}" if numbers else "a row"
             raise DataError(
-                f"{row_name} of {location} is damaged; `fedvlm cache verify --drop` names and removes "
-                "damaged rows, the next run encodes them again"
+                f"{row_name} of {location} is damaged; `fedvlm cache verify --drop` removes damaged "
+                "rows, and the next run encodes them again"
             )
 
 
@@ -252,7 +255,7 @@ def _record(digest: bytes, row: int, checksum: int) -> bytes:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """A disk that is full or read-only is something a person can put right."""
+    """Turn a full or read-only disk into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -263,7 +266,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:
-    """Writes at a place and waits for the disk; if that fails, the file ends at that place."""
+    """Write at an offset and flush to disk; on failure truncate the file there."""
     data = memoryview(b"".join(parts))
     with explain_write_errors(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

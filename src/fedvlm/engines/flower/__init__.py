@@ -1,7 +1,7 @@
-"""All of Flower that fedvlm touches: its public names, taken late, and the inner ones by name.
+"""Import Flower late and list every name of it that fedvlm uses, public and internal.
 
-A new version of Flower is tried by this list: tests/engines/flower/test_api.py says which name has
-changed. Only this module and `deploy/flower` import flwr.
+tests/engines/flower/test_api.py reports which name a new version of Flower has changed. Only this module and
+`deploy/flower` import flwr.
 """
 
 import os
@@ -84,7 +84,7 @@ INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
 
 
 def import_flower() -> Any:
-    """Flower's message types, imported late and without telemetry."""
+    """Import Flower's message types, late and without telemetry."""
     os.environ.update(QUIET_ENVIRONMENT)
     try:
         import flwr.app
@@ -94,14 +94,14 @@ def import_flower() -> Any:
 
     if telemetry.FLWR_TELEMETRY_ENABLED != "0":
         raise SettingsError(
-            "Flower was imported with telemetry on, before fedvlm could turn it off; "
-            "set FLWR_TELEMETRY_ENABLED=0 before importing flwr"
+            "Flower was imported with telemetry on, before fedvlm could turn it off; set FLWR_TELEMETRY_ENABLED=0 "
+            "before importing flwr"
         )
     return flwr.app
 
 
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC_NAMES:
-        raise AttributeError(f"fedvlm takes nothing called {name!r} from Flower")
+        raise AttributeError(f"fedvlm does not use {name!r} of Flower")
     import_flower()
     return getattr(import_module(PUBLIC_NAMES[name]), name)

@@ -1,8 +1,7 @@
-"""The client's side of Flower: answers a parcel with the method's verbs, and keeps `local`.
+"""Answer Flower messages with the method's verbs, and keep a client's `local` tensors.
 
-`local` tensors are kept by version: the number of the round that made them plus one, and 0 for
-those nobody has trained. The server names the version it goes on from, so that a round whose
-answer was lost, or a server that was resumed, is answered as if nothing had happened.
+`local` tensors are kept by version: the number of the round that made them plus one, and 0 for untrained ones. The
+server names the version it continues from, so a round whose reply was lost, or a resumed server, gets the same reply.
 """
 
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ def pack_versions(key: str, versions: Versions) -> tuple[Tensors, dict[str, Any]
 
 
 def unpack_versions(flat: Tensors, header: Mapping[str, Any], key: str) -> Versions:
-    """The versions of one training; none if these are another's."""
+    """Return the versions of one training; none if these are of another one."""
     if header.get("training") != key:
         return {}
     out: Versions = {version: {} for version in header["versions"]}
@@ -59,7 +58,7 @@ def unpack_versions(flat: Tensors, header: Mapping[str, Any], key: str) -> Versi
 
 @dataclass(frozen=True)
 class ClientTraining:
-    """One training as one client knows it: a world of its own rows, and where it keeps `local`."""
+    """Hold one training of one client: its own samples, and where its `local` tensors are kept."""
 
     key: str
     id: str
@@ -67,7 +66,7 @@ class ClientTraining:
     folder: Path | None = None  # None: only in the state that is handed in and out
 
     def read(self, state: Message, version: int) -> Versions:
-        """Within a run from its state; from the file after a restart, or in a second run."""
+        """Read the versions from the state within a run, and from the file after a restart or in a second run."""
         held = unpack_versions(to_tensors(state.arrays), state.header, self.key)
         if version in held or self.folder is None or not self.path.exists():
             return held
@@ -80,7 +79,7 @@ class ClientTraining:
         return Message(header, to_arrays(flat))
 
     def restore(self, state: Message) -> Message:
-        """Versions as they were, beside those that are there: the server may go on from either."""
+        """Restore earlier versions beside the present ones: the server may continue from either."""
         stored = Message({}) if self.folder is None else self.read_file()
         sources = [unpack_versions(to_tensors(source.arrays), source.header, self.key) for source in (stored, state)]
         return self.write({**sources[0], **sources[1]})
@@ -102,32 +101,32 @@ def client_training(world: World, id: str) -> ClientTraining:
 
 
 class AdaptationListener(Protocol):
-    """What a site does with what it has adapted; in one process nothing."""
+    """Receive what a client has adapted; in one process nobody does."""
 
     def on_adapted(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None: ...
 
 
 @dataclass
 class TrainingHandler:
-    """Answers rounds and adaptations of the trainings it knows."""
+    """Answer rounds and adaptations of the known trainings."""
 
     trainings: dict[str, ClientTraining] = field(default_factory=dict)
     listener: AdaptationListener | None = None
 
     def answer(self, message: Message, state: Message) -> tuple[Message, Message]:
-        """The reply and the new state; `local` is in the state and never in the reply."""
+        """Return the reply and the new state; `local` is in the state and never in the reply."""
         header = message.header
         training = self.trainings.get(header["training"])
         if training is None:
-            raise FederationError(f"the training {header['training']} is not open here; the server opens it first")
+            raise FederationError(f"the training {header['training']} is not open here; the server must open it first")
         world, id, number, version = training.world, training.id, header["round"], header["version"]
         held = training.read(state, version)
         initial_local = tensors.copy(world.method.init(world.frozen)[1])
         if version and version not in held:
             raise LostLocalError(
-                f"{error_context(world, number, id)}: the server goes on from local tensors of version "
-                f"{version}, but this client has {sorted(held) or 'none'}; bring its folder of "
-                "personal state back, or run the experiment again from the start"
+                f"{error_context(world, number, id)}: the server continues from local tensors of version {version}, "
+                f"but this client has {sorted(held) or 'none'}; bring its folder of personal state back, or run the "
+                "experiment again from the start"
             )
         sent = to_tensors(message.arrays)
         local, channel_state = split_channel_state(held[version] if version else initial_local)
@@ -165,21 +164,23 @@ class TrainingHandler:
 
 
 def sum_weight(world: World, id: str, header: Mapping[str, Any]) -> float:
-    """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
-    others no weight would see this one's upload."""
+    """Return a client's weight in a secure sum, at most 1.
+
+    It is the client's own choice: a server that gives the others no weight would see this one's upload.
+    """
     rows = len(world.members[id].train)
     if upload_sum(world.method) != "samples":
         return 1.0
     if not 0 < rows <= header["largest"]:
         raise FederationError(
             f"{error_context(world, header['round'], id)}: the server says that no client has more than "
-            f"{header['largest']} rows, but this one has {rows}; it runs another version"
+            f"{header['largest']} samples, but this one has {rows}; it runs another version"
         )
     return float(rows / header["largest"])
 
 
 def describe_local(world: World, sent: Tensors, done: ClientReply, adapts: bool) -> dict[str, float]:
-    """The few numbers that a method says of local tensors, which stay here."""
+    """Return the few numbers that a method reports of local tensors, which stay here."""
     method = world.method
     if adapts and isinstance(method, Described):
         return dict(method.describe(world.frozen, sent, as_tensors(done.local)))

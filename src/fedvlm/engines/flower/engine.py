@@ -1,7 +1,6 @@
-"""The same verbs through Flower's messages: the server's side.
+"""Send tasks to clients as Flower messages: the server's side.
 
-A client answers with what it uploads, its scores, and a number for the version of its `local`
-tensors; these stay with it, in its Context.state.
+A client replies with its upload, its scores, and the version number of its `local` tensors, which stay with it.
 """
 
 import traceback
@@ -43,7 +42,7 @@ MESSAGE_TYPES = {"open": "query", "round": "train", "adapt": "train"}  # Flower'
 
 
 class FlowerEngine:
-    """Sends tasks through a grid; who does not answer in time is left out above the quorum."""
+    """Send tasks through a grid; clients that do not reply in time are left out, down to the quorum."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class FlowerEngine:
         return local.version
 
     def local(self, id: str, version: int) -> Local:
-        """What stands for a client's local tensors at the server."""
+        """Return what stands for a client's local tensors at the server."""
         return RemoteState(version)
 
     def seal(self, message: Message) -> Message:
@@ -88,10 +87,10 @@ class FlowerEngine:
         return unseal(message, context)
 
     def check(self, message: Message, id: str, request: Message) -> None:
-        """Refuses a reply that no sound client sends; in one process they are all sound."""
+        """Refuse an invalid reply; in one process all are valid."""
 
     def describe_error(self, error: Any) -> str:
-        """An error of a client, as the record may have it."""
+        """Return a client's error as the record may have it."""
         return str(error)
 
     def _run_tasks(self, kind: str, number: int, tasks: Sequence[Task]) -> RoundReplies:
@@ -133,40 +132,40 @@ class FlowerEngine:
         return RoundReplies(done, dict(self.missing), total, self._required_replies(len(parcels)))
 
     def exchange(self, parcels: Mapping[str, Message], number: int) -> dict[str, Message]:
-        """Sends each client its parcel and returns the replies that fit; too few are an error."""
+        """Send each client its message and return the valid replies; too few are an error."""
         sealed = self._sealed(parcels)
-        pending: dict[str, tuple[str, Message]] = {}
+        requests: dict[str, tuple[str, Message]] = {}
         connected = list(sealed)
         messages = [self._message(sealed[id], self.nodes[id], number) for id in connected]
         for id, sent in zip(connected, self.grid.push_messages(messages), strict=True):
             if sent is None:
-                self.missing[id] = "the server's SuperLink did not take the message"
+                self.missing[id] = "the server's SuperLink did not accept the message"
             else:
-                pending[sent] = (id, sealed[id])
+                requests[sent] = (id, sealed[id])
         replies: dict[str, Message] = {}
 
         def is_complete() -> bool:
-            return self.is_complete({id for id, _ in pending.values()})
+            return self.is_complete({id for id, _ in requests.values()})
 
-        for message in collect_replies(self.grid, list(pending), self.deadline, is_complete):
-            id, request = pending.pop(message.metadata.reply_to_message_id)
+        for message in collect_replies(self.grid, list(requests), self.deadline, is_complete):
+            id, request = requests.pop(message.metadata.reply_to_message_id)
             with self._record_failure(id, request):
                 replies[id] = self._accept(message, id, request)
-        for id, _ in pending.values():
+        for id, _ in requests.values():
             self.missing[id] = self.exclusion_reason(id) or f"it did not answer within {self.deadline:g} s"
         self._check_quorum(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
 
     def is_complete(self, waiting: set[str]) -> bool:
-        """Whether none of these is worth waiting for."""
+        """Return whether none of these clients is worth waiting for."""
         return False
 
     def exclusion_reason(self, id: str) -> str:
-        """Why a client is no longer one of those that count, or nothing."""
+        """Return why a client no longer counts, or nothing."""
         return ""
 
     def exchange_masked(self, parcels: Mapping[str, Message], number: int) -> tuple[dict[str, Message], Tensors]:
-        """The same for clients whose uploads only their sum is seen of."""
+        """Exchange messages whose uploads the server sees only as a sum."""
         from fedvlm.engines.flower.secure import MIN_SECURE_SITES, MOST_MEMBERS, exchange_securely
 
         largest = max(self.rows[id] for id in parcels)
@@ -176,8 +175,8 @@ class FlowerEngine:
         sealed = self._sealed(notice)
         if not MIN_SECURE_SITES <= len(sealed) <= MOST_MEMBERS:
             raise FederationError(
-                f"round {number}: a secure sum hides a client among others, and takes three to a "
-                f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
+                f"round {number}: a secure sum hides a client among others, and takes three to a thousand; "
+                f"{len(sealed)} are there. Set channel.secure = false, or change fraction"
             )
         outcome = exchange_securely(
             self.grid, {self.nodes[id]: message for id, message in sealed.items()}, number, self.deadline
@@ -197,7 +196,7 @@ class FlowerEngine:
         return replies, to_tensors(outcome.mean)
 
     def _sealed(self, parcels: Mapping[str, Message]) -> dict[str, Message]:
-        """Requests to the clients that are there, each with a number that its reply must name."""
+        """Return requests to the connected clients, each with a nonce that its reply must repeat."""
         for id in parcels.keys() - self.nodes.keys():
             self.missing[id] = self.absent.get(id, "it is not connected")
         return {
@@ -213,7 +212,7 @@ class FlowerEngine:
         )
 
     def _accept(self, message: Any, id: str, request: Message) -> Message:
-        """The reply as a parcel, if it is whole, from this client, and to this very request."""
+        """Return the reply as a message, if it is intact, from this client, and to this request."""
         context = _describe_request(id, request)
         if message.has_error():
             reason = self.exclusion_reason(id) or self.describe_error(message.error.reason)
@@ -228,9 +227,8 @@ class FlowerEngine:
         for key in ("kind", "training", "round", "nonce"):
             if message.header.get(key) != request.header[key]:
                 raise FederationError(
-                    f"{context}: the reply is to another request (its {key} is "
-                    f"{str(message.header.get(key))[:80]!r}, not {request.header[key]!r}); it is left "
-                    "out"
+                    f"{context}: the reply is to another request (its {key} is {str(message.header.get(key))[:80]!r}, "
+                    f"not {request.header[key]!r}); it is ignored"
                 )
         if message.header.get("client") != id and request.header["kind"] != "open":
             raise FederationError(f"{context}: the reply is another client's")
@@ -242,13 +240,13 @@ class FlowerEngine:
 
     @contextmanager
     def _record_failure(self, id: str, request: Message) -> Iterator[None]:
-        """Whatever is wrong with one client's reply, that client is missing and no other."""
+        """Record whatever is wrong with one client's reply: only that client is missing."""
         try:
             yield
         except FederationError as error:
             self.missing[id] = str(error)
         except Exception as error:
-            reason = f"its reply cannot be used ({type(error).__name__}); it is left out"
+            reason = f"its reply cannot be used ({type(error).__name__}); it is ignored"
             self.missing[id] = f"{_describe_request(id, request)}: {reason}"
 
     def _required_replies(self, n_clients: int) -> int:
@@ -260,8 +258,8 @@ class FlowerEngine:
         if len(replies) < required:
             reasons = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
             raise FederationError(
-                f"round {number}: {len(replies)} of {n_clients} clients answered, and {required} must "
-                f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{reasons}"
+                f"round {number}: {len(replies)} of {n_clients} clients answered, and {required} must (quorum "
+                f"{self.quorum:g}); the run can be resumed once they are back\n{reasons}"
             )
 
 
@@ -270,7 +268,7 @@ def _describe_request(id: str, request: Message) -> str:
 
 
 class InProcessEngine(FlowerEngine):
-    """Every client in this process, each with its own rows and its own Context."""
+    """Run every client in this process, each with its own samples and its own Context."""
 
     def __init__(self, world: World) -> None:
         check_secagg(world.channel, world.method)
@@ -282,7 +280,8 @@ class InProcessEngine(FlowerEngine):
         self.n_planted = 0
 
     def version(self, id: str, local: Local) -> int:
-        """Local tensors the client does not have (the first ones, a checkpoint's) are planted."""
+        """Return the version of local tensors; those that the client does not have (initial ones, a checkpoint's) are
+        stored first."""
         local = as_tensors(local)
         for version, tensors in self.known_versions[id].items():
             if tensors is local:
@@ -312,13 +311,13 @@ class InProcessEngine(FlowerEngine):
 
 
 class MessageHandler(Protocol):
-    """A desk, or a whole site."""
+    """Answer messages: a training handler, or a whole site."""
 
     def answer(self, message: Message, state: Message) -> tuple[Message, Message]: ...
 
 
 def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
-    """Flower's grid and ClientApp without processes: a message is a call."""
+    """Create Flower's grid and ClientApp without processes: a message is a call."""
     app = import_flower()
     TaskIdentity = api.TaskIdentity
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
@@ -394,7 +393,7 @@ def write_state(context: Any, state: Message) -> None:
 
 
 def format_error(error: Exception) -> str:
-    """An error as the server should read it: one that a person can put right needs no trace."""
+    """Return an error as the server should read it, without a trace if a person can fix it."""
     if isinstance(error, FedVLMError):
         return str(error)
     return traceback.format_exc()

@@ -1,6 +1,6 @@
-"""Parcels: what crosses between server and client, as Flower messages and as bytes.
+"""Encode the messages between server and client, as Flower records and as bytes.
 
-Torch is not imported here, so that a process that only hands parcels on starts fast.
+Torch is not imported here, so that a process that only forwards messages starts fast.
 """
 
 import json
@@ -24,14 +24,14 @@ SINGLE_RECORD_BYTES = 4 << 20  # bytes of arrays up to which a parcel travels in
 
 @dataclass(frozen=True)
 class Message:
-    """A few words in JSON and named arrays; nothing else ever crosses."""
+    """Hold a JSON header and named arrays; nothing else ever travels."""
 
     header: Mapping[str, Any]
     arrays: Arrays = field(default_factory=dict)
 
 
 def checksum(message: Message) -> str:
-    """Of the words and of names, types, shapes and bytes of the arrays, whatever their order."""
+    """Return the checksum of the header and of names, types, shapes and bytes of the arrays, whatever their order."""
     words = {key: value for key, value in message.header.items() if key not in SIGNATURE_FIELDS}
     total = sha256(json.dumps(words, sort_keys=True).encode())
     # What a secure sum masks on its way cannot be checked where it arrives: only the words are.
@@ -46,21 +46,20 @@ SIGNATURE_FIELDS = ("checksum", "signature")  # fields that protect a message an
 
 
 def seal(message: Message) -> Message:
-    """The parcel as the other side will check it."""
+    """Return the message with the checksum that the other side verifies."""
     plain = json.loads(json.dumps(message.header))
     return Message({**plain, "checksum": checksum(Message(plain, message.arrays))}, message.arrays)
 
 
 def unseal(message: Message, context: str) -> Message:
-    """Refuses a parcel that is not, to the bit, the one that was sealed."""
+    """Refuse a message that differs by a bit from the sealed one."""
     if message.header.get("checksum") != checksum(message):
-        raise FederationError(f"{context}: the message is damaged, its checksum does not fit; it is left out")
+        raise FederationError(f"{context}: the message is damaged, its checksum is wrong; it is ignored")
     return message
 
 
 def to_records(message: Message) -> Any:
-    """In one piece, because Flower asks for each piece by a request of its own; if it is large, in
-    the pieces that Flower makes of arrays."""
+    """Return Flower records: in one piece, as Flower requests each piece separately, or by arrays if it is large."""
     app = import_flower()
     if sum(np.asarray(array).nbytes for array in message.arrays.values()) <= SINGLE_RECORD_BYTES:
         return app.RecordDict({"parcel": app.ConfigRecord({"bytes": to_bytes(message)})})
@@ -79,26 +78,21 @@ def from_records(records: Any, context: str) -> Message:
             raise TypeError("its words are no table")
     except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
         raise FederationError(
-            f"{context}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
+            f"{context}: the message cannot be read ({type(error).__name__}: {error}); it is ignored"
         ) from error
     return message
 
 
 def read_context_state(context: Any, context_name: str) -> Message:
-    """What a ClientApp has kept of this run."""
+    """Return the state that a ClientApp keeps of this run."""
     return from_records(context.state, context_name) if context.state else Message({})
 
 
 def collect_replies(
-    grid: Any,
-    ids: Iterable[str],
-    seconds: float | None,
-    is_complete: Callable[[], bool] = lambda: False,
+    grid: Any, ids: Iterable[str], seconds: float | None, is_complete: Callable[[], bool] = lambda: False
 ) -> Iterator[Any]:
-    """Replies to messages as they come, until all are there, or enough, or time is up.
-
-    Neither is half a reply waited for any longer (`until`), and what came meanwhile is taken.
-    """
+    """Yield replies as they come, until all are there, or `is_complete`, or time is up (`until`, also for half a
+    reply)."""
     waiting = set(ids)
     grid.until = inf if seconds is None else monotonic() + seconds
     while waiting:
@@ -126,5 +120,5 @@ def from_bytes(data: bytes) -> Message:
     header, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["header"])
     arrays = load(data)  # in an order of its own
     if sorted(names) != sorted(arrays):
-        raise FederationError("the names of its arrays are not those it holds")
+        raise FederationError("the names of its arrays do not match its header")
     return Message(header, {name: arrays[name] for name in names})

@@ -1,9 +1,8 @@
-"""SecAgg+ of Flower around a round: the server gets the mean of what sites upload, and no upload.
+"""Run a round through Flower's SecAgg+: the server gets the mean of the uploads, and no single upload.
 
-Flower has SecAgg+ in its older interface only, where a request is `FitIns` and an answer `FitRes`.
-Ours travels in them whole: the request as bytes among the settings, the words of the answer among
-the metrics, and its arrays, masked, as the parameters. The number of examples, which Flower sends
-in the clear, is always 1: a weight is one of the masked numbers.
+Flower has SecAgg+ only in its older interface, with `FitIns` and `FitRes`. Our messages travel inside them: the request
+as bytes among the settings, the reply's header among the metrics, and its masked arrays as parameters. The number of
+examples, which Flower sends in the clear, is always 1: the weight is one of the masked numbers.
 """
 
 import hmac
@@ -68,7 +67,7 @@ def mask_upload(message: Any, context: Any, call_next: Callable[[Any, Any], Any]
     if not staged and REQUEST not in message.content:
         return call_next(message, context)
     if not staged or message.metadata.message_type != "train":  # Flower would not mask these
-        raise _refusal("the upload was asked for outside the stage that masks it")
+        raise _refusal("the upload was requested outside the stage that masks it")
     app = import_flower()
     config = dict(message.content[STAGE])
     state = dict(context.state.config_records.get(STATE, {}))
@@ -89,14 +88,14 @@ def mask_upload(message: Any, context: Any, call_next: Callable[[Any, Any], Any]
     if stage == "setup":
         after["plan"] = config["plan"]
     elif stage == "share_keys":
-        shares = reply.content[STAGE]
-        pairs = zip(shares["dsts"], shares["ctxts"], strict=True)
-        shares["ctxts"] = [text + _tag(after, after["nid"], to) for to, text in pairs]
+        share_record = reply.content[STAGE]
+        pairs = zip(share_record["dsts"], share_record["ctxts"], strict=True)
+        share_record["ctxts"] = [text + _tag(after, after["nid"], to) for to, text in pairs]
     return reply
 
 
-def _refusal(why: str) -> FederationError:
-    return FederationError(f"the secure sum is refused here: {why}")
+def _refusal(reason: str) -> FederationError:
+    return FederationError(f"the secure sum is refused here: {reason}")
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:
@@ -106,13 +105,13 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise _refusal(f"it must have at least {MIN_SECURE_SITES} members, got {members}")
     if members > MOST_MEMBERS:
         raise _refusal(f"it must have at most {MOST_MEMBERS} members, got {members}")
-    wanted = sum_settings(members)
-    least = wanted.pop("threshold")
-    if threshold < least:
-        raise _refusal(f"threshold must be at least {least}, got {threshold}")
+    expected = sum_settings(members)
+    min_threshold = expected.pop("threshold")
+    if threshold < min_threshold:
+        raise _refusal(f"threshold must be at least {min_threshold}, got {threshold}")
     if threshold > members:
         raise _refusal(f"threshold must be at most {members}, got {threshold}")
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if config[name] != value:
             raise _refusal(f"{name} must be {value}, got {config[name]}")
 
@@ -125,13 +124,17 @@ def _check_keys(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         raise _refusal(f"{state.get('sample_num')} members were announced, got keys of {members}")
 
 
-def _check_shares(config: Mapping[str, Any], state: Mapping[str, Any], asked: Message | None) -> list[bytes]:
+def _check_shares(config: Mapping[str, Any], state: Mapping[str, Any], request: Message | None) -> list[bytes]:
     """Return the encrypted shares, if all members sent theirs and were told the same plan."""
-    others = set(state.get("public_keys_dict:K", ())) - {state.get("nid")}
+    other_members = set(state.get("public_keys_dict:K", ())) - {state.get("nid")}
     sources, texts = config["srcs"], config["ctxts"]
-    if len(others) < MIN_SECURE_SITES - 1 or sorted(sources) != sorted(others) or len(texts) != len(sources):
-        raise _refusal(f"it must bring shares of all {len(others)} other members, got {len(set(sources))}")
-    same = asked is not None and plan_digest(asked.header) == state["plan"]
+    if (
+        len(other_members) < MIN_SECURE_SITES - 1
+        or sorted(sources) != sorted(other_members)
+        or len(texts) != len(sources)
+    ):
+        raise _refusal(f"it must bring shares of all {len(other_members)} other members, got {len(set(sources))}")
+    same = request is not None and plan_digest(request.header) == state["plan"]
     for source, text in zip(sources, texts, strict=True):
         same &= compare_digest(text[-TAG_BYTES:], _tag(state, source, state["nid"]))
     if not same:
@@ -144,36 +147,36 @@ def _check_uploads(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     active, dead = config["active_nids"], config["dead_nids"]
     if sorted([*active, *dead]) != sorted(state.get("public_keys_dict:K", ())):
         raise _refusal("its lists of who stayed and who left must name each member once")
-    least = max(MIN_SECURE_SITES, state["threshold"])
-    if len(active) < least:
+    min_uploads = max(MIN_SECURE_SITES, state["threshold"])
+    if len(active) < min_uploads:
         raise _refusal(
-            f"it must hold at least {least} uploads, got {len(active)}; resume the run once those who left are back"
+            f"it must hold at least {min_uploads} uploads, got {len(active)}; resume the run once the others are back"
         )
 
 
 def _tag(state: Mapping[str, Any], source: int, target: int) -> bytes:
     """Prove to one member, by the key shared with it, which plan and members the sum is of."""
-    other = target if source == state["nid"] else source
+    peer = target if source == state["nid"] else source
     secrets = dict(zip(state["ss2_dict:K"], state["ss2_dict:V"], strict=True))
-    keys = [one.hex() for one in state["public_keys_dict:V"]]
+    keys = [key.hex() for key in state["public_keys_dict:V"]]
     members = sorted(zip(state["public_keys_dict:K"], keys[::2], keys[1::2], strict=True))
-    said = json.dumps([state["plan"], members, source, target])
-    return hmac.digest(secrets[other], said.encode(), "sha256")
+    statement = json.dumps([state["plan"], members, source, target])
+    return hmac.digest(secrets[peer], statement.encode(), "sha256")
 
 
 def unwrap_request(content: Any) -> Message | None:
-    """The parcel inside a message of SecAgg+; None if it is an ordinary one."""
+    """Return the message inside a SecAgg+ message, or None if it is an ordinary one."""
     if REQUEST not in content:
         return None
     return from_bytes(content[REQUEST]["parcel"])
 
 
 def wrap_reply(reply: Message, hidden: bool) -> Any:
-    """A reply as it travels: as it is, or (`hidden`) as SecAgg+ takes it and masks its arrays."""
+    """Return a reply as it travels: as it is, or (`hidden`) in the form whose arrays SecAgg+ masks."""
     app = import_flower()
     if not hidden:
         if reply.header.get("masked"):  # whatever the server asks: this site's upload goes masked
-            raise FederationError("the upload of a secure sum was asked for without a mask")
+            raise FederationError("the upload of a secure sum was requested without a mask")
         return to_records(reply)
     if "error" in reply.header:  # raised, because it must not enter the sum
         raise FederationError(json.dumps(reply.header["error"]))
@@ -191,14 +194,14 @@ def wrap_reply(reply: Message, hidden: bool) -> Any:
 
 @dataclass(frozen=True)
 class Node:
-    """What Flower takes for a client's proxy."""
+    """Stand in for a client's proxy in Flower."""
 
     node_id: int
 
 
 @dataclass
 class SecureExchange:
-    """What Flower takes for a strategy and a grid: whom to ask, and what came of it."""
+    """Stand in for a strategy and a grid in Flower: whom to ask, and the outcome."""
 
     grid: Any
     parcels: Mapping[int, Message]  # by node
@@ -222,10 +225,10 @@ class SecureExchange:
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
-        """Flower looks every three seconds, and forgets why a site did not answer; we do not.
+        """Send messages and wait for replies, polling often and keeping each site's error, unlike Flower.
 
-        Nor does it lift the masks if a site has left before all had shares of its key: the others
-        then fail at the very end. So that is said here, while nothing has been uploaded.
+        Flower does not lift the masks either if a site leaves before all have shares of its key: the others fail at the
+        very end. So that is raised here, before anything was uploaded.
         """
         messages = list(messages)
         stage = messages[0].content[STAGE]["stage"]
@@ -243,16 +246,16 @@ class SecureExchange:
         return replies
 
     def failure_reason(self, node: int) -> str:
-        """Why a site is in no sum."""
+        """Return why a site is missing in the sum."""
         if node in self.answered:
-            return "it stayed, but too few others did for the masks to be lifted"
+            return "it stayed, but too few others did to lift the masks"
         return self.failures.get(node, "it did not stay to the end of the sum")
 
 
 def exchange_securely(grid: Any, parcels: Mapping[int, Message], number: int, timeout: float | None) -> SecureExchange:
-    """One round of SecAgg+; without enough sites to the end, nobody's words are in the result.
+    """Run one round of SecAgg+; without enough sites to the end, the result has no replies.
 
-    If sites leave before any has uploaded, the others begin again without them.
+    If sites leave before any upload, the others start again without them.
     """
     failures: dict[int, str] = {}
     while len(parcels) >= MIN_SECURE_SITES:

@@ -1,4 +1,4 @@
-"""The protocols, one file each: who trains, who stays unseen, what the hits add up to."""
+"""Evaluation protocols, one file each: who trains, who stays unseen, and which numbers a table has."""
 
 from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols import (

@@ -13,7 +13,7 @@ from fedvlm.evaluate.protocols.contract import (
     uniform_weights,
 )
 
-NEW_PREFIX = "new "  # before a client's id: its test rows of classes that nobody trained on
+NEW_PREFIX = "new "  # before a client's id: its test samples of classes without training
 
 
 @register
@@ -42,7 +42,7 @@ class BaseToNew:
 
 
 def harmonic(a: float | None, b: float | None) -> float | None:
-    """The mean that is near the lower of the two; 0 if one is, None if one is not known."""
+    """Return the harmonic mean; 0 if one is 0, None if one is unknown."""
     if a is None or b is None:
         return None
     return 2 * a * b / (a + b) if a and b else 0.0

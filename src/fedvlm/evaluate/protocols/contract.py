@@ -1,4 +1,4 @@
-"""What a protocol is: who trains and who stays unseen, and what the hits add up to."""
+"""The interface of a protocol: its trainings, its table, and the samples that a training may adapt to."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ TrainingResults = Mapping[str, tuple[Training, Results]]  # by the name of the t
 
 
 class Rules(Protocol):
-    """A frozen dataclass; its fields are its knobs, and settings of a run by the same name."""
+    """A protocol: a frozen dataclass whose fields are settings of a run with the same names."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     name: ClassVar[str]
-    summary: ClassVar[str]  # in a line
+    summary: ClassVar[str]  # one line
     every_round: ClassVar[bool]  # measure every metric in every round, not only at the end
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
-        """Of clients by id, with the domain of each."""
+        """Return the trainings for clients by id, with their domains."""
         ...
 
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
-        """One seed's numbers; a method that trains and shares nothing does not generalise."""
+        """Return the columns of one seed; a method that trains but shares nothing does not generalise."""
         ...
 
     def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
-        """What the columns that are shares of hits weigh; `who` has only clients with test rows."""
+        """Return the weights of the columns that are accuracies, for participants with test samples."""
         ...
 
 
@@ -61,7 +61,7 @@ T = TypeVar("T", bound=type[Any])
 
 
 def register(rules: T) -> T:
-    """Adds a protocol to the list, once it has been looked at."""
+    """Check a protocol and add it to the registry."""
     name = getattr(rules, "name", None)
     if not is_dataclass(rules) or not isinstance(name, str):
         raise SettingsError(
@@ -76,13 +76,13 @@ def register(rules: T) -> T:
 
 
 def protocols() -> dict[str, type[Any]]:
-    """All protocols: our own and those of outside packages."""
+    """Return all protocols: our own and those of outside packages."""
     load_outside(GROUP)
     return dict(PROTOCOLS)
 
 
 def make_protocol(name: str, **settings: Any) -> Rules:
-    """A protocol by name; a knob that it does not have is refused unless it says nothing."""
+    """Make a protocol by name; refuse a setting of another protocol unless it is empty."""
     if name not in PROTOCOLS:
         load_outside(GROUP)
     if name not in PROTOCOLS:
@@ -104,7 +104,7 @@ def _setting_names(rules: Any) -> set[str]:
 
 
 def uniform_weights(training: str, ids: Sequence[str]) -> Weights:
-    """Every client counts the same."""
+    """Weight every client equally."""
     return {(training, id): 1 / len(ids) for id in ids}
 
 
@@ -113,7 +113,7 @@ def has_reference(method: Method) -> bool:
 
 
 def reference_samples(method: Method, partition: Partition, training: Training) -> NDArray[np.int64]:
-    """The unlabelled rows a method with a `reference` adapts to; none for other methods.
+    """Return the unlabelled samples that a method with a `reference` adapts to; none for other methods.
 
     "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
     rows, which makes the method transductive.
@@ -121,7 +121,7 @@ def reference_samples(method: Method, partition: Partition, training: Training) 
     if not has_reference(method):
         return np.zeros(0, np.int64)
     members = partition.clients
-    unseen = [id for id in training.unseen if id in members]  # and not the test rows of all
+    unseen = [id for id in training.unseen if id in members]  # without the virtual client of all test samples
     if method.traits.training.reference == "target":
         rows = [members[id].test for id in unseen or training.train]
     else:
@@ -131,13 +131,13 @@ def reference_samples(method: Method, partition: Partition, training: Training) 
 
 
 def check_training_data(method: Method, table: EmbeddedTable, partition: Partition, training: Training) -> None:
-    """Refuses clients and reference rows a method cannot work with, before any work."""
+    """Refuse clients and reference samples that a method cannot use, before any work."""
     min_samples = method.traits.training.min_samples
     for id in training.train:
         if (count := len(partition.clients[id].train)) < min_samples:
             raise DataError(
-                f"client {id} has {count} training rows, but {method.name} needs at least {min_samples} "
-                "at every client; give it more rows, or leave it out"
+                f"client {id} has {count} training samples, but {method.name} needs at least {min_samples} "
+                "at every client; give it more samples, or leave it out"
             )
     if not has_reference(method):
         return
@@ -155,12 +155,12 @@ def check_training_data(method: Method, table: EmbeddedTable, partition: Partiti
 
 
 def check_disjoint(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
-    """No image of a public reference set may be one that someone is tested on."""
+    """Refuse a public reference set that shares an image with a test set."""
     tested = {content[i]: i for i in test.tolist()}
     for row in rows.tolist():
         if content[row] in tested:
             raise DataError(
                 f"row {row} of the reference set is the same image as the test row "
                 f"{tested[content[row]]}; take it out of either, or set reference = 'target', "
-                "which says that the method adapts to test rows"
+                "which marks the method as transductive"
             )

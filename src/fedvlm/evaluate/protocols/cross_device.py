@@ -19,8 +19,8 @@ from fedvlm.evaluate.protocols.contract import (
 @register
 @dataclass(frozen=True)
 class CrossDevice:
-    counts: tuple[int, ...] = ()  # how many clients train, a training each
-    unseen: int = 0  # how many are only tested on
+    counts: tuple[int, ...] = ()  # numbers of training clients, one training each
+    unseen: int = 0  # number of clients that are only tested on
 
     name = "cross-device"
     summary = "train on n clients, test on a fixed set of unseen ones"
@@ -32,10 +32,10 @@ class CrossDevice:
         if min(counts, default=0) < 1 or unseen < 1 or max_count + unseen > len(ids):
             raise SettingsError(
                 f"cross-device trains on counts = {list(counts)} clients and tests on unseen = "
-                f"{unseen} others, but there are {len(ids)}; both are at least 1 and fit in "
-                "together"
+                f"{unseen} others, but there are {len(ids)} clients; both must be at least 1 "
+                "and together at most that"
             )
-        # The unseen clients are the same for every seed; who trains is drawn by it.
+        # The unseen clients are the same for every seed; the training clients are drawn by seed.
         order = [ids[i] for i in seeds.numbers("unseen", len(ids)).permutation(len(ids))]
         held_out, rest = order[:unseen], sorted(order[unseen:])
         drawn = [rest[i] for i in seeds.numbers("training clients", seed).permutation(len(rest))]

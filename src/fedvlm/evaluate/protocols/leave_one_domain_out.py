@@ -58,12 +58,12 @@ class LeaveOneDomainOut:
 
 
 def _cells(domains: Mapping[str, str], done: TrainingResults) -> dict[tuple[str, str], float]:
-    """A[held][domain]: the accuracy on a domain's test rows when `held` was left out."""
+    """A[held][domain]: compute the accuracy on a domain's test samples when `held` was left out."""
     a: dict[tuple[str, str], float] = {}
     for held, (_, scores) in done.items():
         for domain in done:
             value = mean_accuracy(scores, [id for id in scores if domains[id] == domain])
             if value is None:
-                raise SettingsError(f"domain {domain} has no test rows; give clients.ratios a share for the test")
+                raise SettingsError(f"domain {domain} has no test samples; set a ratio for test in clients.ratios")
             a[held, domain] = value
     return a

@@ -1,4 +1,4 @@
-"""Every client trains and is tested on its own test rows, over all classes; FedOTP and TOFA."""
+"""Every client trains and is tested on its own test samples, over all classes; FedOTP and TOFA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from fedvlm.evaluate.protocols.contract import (
     uniform_weights,
 )
 
-EVERYONE = "everyone"  # the unseen client whose test rows are those of all
+EVERYONE = "everyone"  # the virtual client that has the test samples of all
 
 
 @register
 @dataclass(frozen=True)
 class OwnTest:
-    global_test: bool = False  # what is shared is also tested on all test rows together
+    global_test: bool = False  # also test the shared model on the test samples of all clients
 
     name = "own-test"
-    summary = "every client trains and is tested on its own test rows"
+    summary = "every client trains and is tested on its own test samples"
     every_round = False
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
@@ -36,7 +36,7 @@ class OwnTest:
             if self.global_test:
                 out["global"] = mean_accuracy(scores, training.unseen) if generalises else None
             out |= domain_statistics(domains, training, scores)
-            # A client may be called as one of these columns: then it has none of its own.
+            # A client with the name of one of these columns has no column of its own.
             out |= {id: mean_accuracy(scores, [id]) for id in training.train if id not in out}
         return out
 
@@ -47,7 +47,7 @@ class OwnTest:
 
 
 def domain_statistics(domains: Mapping[str, str], training: Training, scores: Results) -> Table:
-    """Mean and deviation over the clients of each domain that several clients share."""
+    """Return mean and standard deviation over the clients of each domain that several clients share."""
     out: Table = {}
     for domain in sorted({domains[id] for id in training.train} - {""}):
         ids = [id for id in training.train if domains[id] == domain]

@@ -15,13 +15,13 @@ from fedvlm.evaluate.protocols.contract import (
     uniform_weights,
 )
 
-EVERY_DOMAIN = "each"  # in place of a target: every domain in turn
+EVERY_DOMAIN = "each"  # instead of a target: every domain in turn
 
 
 @register
 @dataclass(frozen=True)
 class SourceTarget:
-    target: tuple[str, ...] = ()  # the domains or clients that are only tested on; or EACH
+    target: tuple[str, ...] = ()  # domains or clients that are only tested on; or "each"
 
     name = "source-target"
     summary = "train on clients, test also on the unseen domains named in target; FAA-CLIP"
@@ -33,7 +33,7 @@ class SourceTarget:
             if len(domain_names) < 2 or "" in domain_names:
                 raise SettingsError(
                     f'target = "{EVERY_DOMAIN}" takes every domain in turn, and the clients have '
-                    f"{', '.join(map(repr, domain_names))}; name a target, or take data with domains"
+                    f"{', '.join(map(repr, domain_names))}; name a target, or use data with domains"
                 )
             return [self._training(domains, (domain,)) for domain in domain_names]
         return [self._training(domains, self.target)]
@@ -77,7 +77,7 @@ class SourceTarget:
 
 
 def metric_table(training: Training, scores: Results, generalises: bool) -> Table:
-    """Every metric over the clients and on the target; each client counts the same."""
+    """Return every metric averaged over the clients and on the target, with equal weights."""
     out: Table = {}
     everyone = (*training.train, *training.unseen)
     for name in METRICS:

@@ -52,8 +52,8 @@ def test_the_words_and_the_ledger_have_the_same_bytes(place):
 def test_a_site_learns_whether_it_gained(place):
     place.run()
     [gain] = [event for event in events.read_events(place.site("art")) if event["kind"] == "gained"]
-    assert 0 <= gain["alone"] <= gain["rows"] and 0 <= gain["federated"] <= gain["rows"]
-    assert f"on its {gain['rows']} validation rows" in format_event(gain)
+    assert 0 <= gain["alone"] <= gain["samples"] and 0 <= gain["federated"] <= gain["samples"]
+    assert f"correct on {gain['samples']} validation samples" in format_event(gain)
 
 
 def test_who_is_missing_is_said_with_the_reason(place):
@@ -130,7 +130,7 @@ def test_the_doctor_says_what_to_do(place):
 def test_a_folder_of_nobody_is_named(tmp_path):
     for command in ("doctor", "status", "log"):
         done = invoke(command, tmp_path)
-        assert done.exit_code != 0 and "no server's folder" in str(done.exception)
+        assert done.exit_code != 0 and "neither a server's folder" in str(done.exception)
 
 
 def test_runs_of_a_server_are_listed(place):
@@ -148,7 +148,7 @@ def test_where_rows_are_no_embeddings_a_site_is_told_of_the_federation_alone():
     id, measured = next(iter(world.members)), {"validation_rows": 8, "validation_hits": 5}
     assert isinstance(compare_with_alone(world, id, measured)["alone"], int)
     patches = replace(world, x=world.x[:, None].expand(-1, 4, -1))
-    assert compare_with_alone(patches, id, measured) == {"rows": 8, "federated": 5, "alone": "?"}
+    assert compare_with_alone(patches, id, measured) == {"samples": 8, "federated": 5, "alone": "?"}
 
 
 def test_a_damaged_line_is_passed_over_by_those_who_follow(tmp_path):

@@ -43,7 +43,7 @@ def test_a_light_changes_when_a_site_goes_missing_and_the_round_goes_on(live_pag
     wait(live_page, "document.querySelectorAll('.light.missing').length === 1")
     text = live_page.execute_script("return document.body.textContent")
     assert "round 4 of 9" in text and "<b>in time</b>" in text
-    assert "1 of 3 sites take no part" in text
+    assert "1 of 3 sites do not take part" in text
     picture(live_page, "watch-server")
 
 

@@ -109,7 +109,7 @@ def test_every_upload_of_every_trial_counts_at_its_site_and_in_the_record(place)
 )
 def test_a_race_over_a_sites_budget_is_refused_before_anything_leaves(place, rules, overrides):
     rule(place, "sketch", **rules)
-    with pytest.raises(FederationError, match="does not begin; sketch: .* exceeds its budget"):
+    with pytest.raises(FederationError, match="does not start; sketch: .* exceeds its budget"):
         place.run(tuned_settings(place, **overrides))
     assert [uploads(place, name) for name in NAMES] == [0, 0, 0]
     assert not (place.folder / "run").exists()
@@ -125,7 +125,7 @@ def test_a_race_that_just_fits_is_run(place, rules):
 def test_a_race_among_sites_that_tell_no_scores_is_refused(place):
     for name in NAMES:
         rule(place, name, scores="none")
-    with pytest.raises(FederationError, match="no site tells its hits on validation rows"):
+    with pytest.raises(FederationError, match="no site reports its correct validation samples"):
         place.run(tuned_settings(place))
 
 
