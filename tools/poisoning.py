@@ -47,7 +47,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # for the demo's 
     "fedavg": ({"rounds": 10, "lr": 0.03}, {"rounds": 10, "lr": 5e-4}),
     "fedot": ({"rounds": 5, "lr": 0.01}, {"rounds": 5, "lr": 5e-4}),
     "tofa": ({}, {}),
-    "auto": ({"rounds": 6}, {"rounds": 6}),
+    "auto": ({}, {}),
 }
 DEFENCES: dict[str, dict[str, Any]] = {
     "mean": {},

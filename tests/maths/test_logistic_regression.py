@@ -179,15 +179,6 @@ def test_heat_undoes_a_scale():
     assert abs(calibration.fit_log_scale(8 * true, y).exp() - 1 / 8) < 0.02
 
 
-def test_a_path_is_averaged_by_likelihood():
-    _, y = rows()
-    right = torch.nn.functional.one_hot(y, CLASSES).double()
-    weights = calibration.likelihood_weights(torch.stack([right, 0 * right, -right]), y)
-    assert weights[0] > 0.9 and weights[1:].max() < 1e-3
-    none = calibration.likelihood_weights(torch.stack([right, -right]), torch.full_like(y, -1))
-    assert torch.allclose(none, torch.full_like(none, 0.5))
-
-
 @pytest.mark.parametrize(("classes", "count"), [(2, 60), (5, 90), (20, 120)])
 def test_a_fit_that_counts_as_converged_is_the_solution_of_scikit_learn(classes, count):
     draw = torch.Generator().manual_seed(classes)

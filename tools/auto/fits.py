@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from hashlib import sha256
 from time import process_time
 
+import torch
 from torch import Tensor
 
 from fedvlm.maths import logistic_regression
 
 
 class Fits:
-    """Stands in for `probe.fit`; `saved` are the CPU seconds that asking again would have taken."""
+    """Stands in for `fit_ridge_path`; `saved` are the CPU seconds that asking again would have taken."""
 
     def __init__(self) -> None:
         self.plain = logistic_regression.fit_ridge_path
@@ -19,17 +20,23 @@ class Fits:
         self.saved = 0.0
 
     def __call__(
-        self, x: Tensor, y: Tensor, ridges: Tensor, anchor: logistic_regression.Head, open: Tensor
+        self,
+        x: Tensor,
+        y: Tensor,
+        ridges: Tensor,
+        anchor: logistic_regression.Head,
+        open_classes: Tensor,
+        bias_ridge: float | Tensor = logistic_regression.BIAS_RIDGE,
     ) -> logistic_regression.RidgePath:
         key = sha256()
-        for one in (x, y, ridges, *anchor, open):
-            key.update(one.contiguous().numpy().tobytes())
+        for tensor in (x, y, ridges, *anchor, open_classes, torch.as_tensor(bias_ridge)):
+            key.update(tensor.contiguous().numpy().tobytes())
         if (digest := key.digest()) in self.known:
             path, seconds = self.known[digest]
             self.saved += seconds
             return path
         begin = process_time()
-        path = self.plain(x, y, ridges, anchor, open)
+        path = self.plain(x, y, ridges, anchor, open_classes, bias_ridge=bias_ridge)
         self.known[digest] = path, process_time() - begin
         return path
 

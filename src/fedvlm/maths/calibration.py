@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedvlm.core.schema import OPEN_FRACTION, check_range
 from fedvlm.errors import DataError
-from fedvlm.maths.logistic_regression import summed_cross_entropy
 
 MIN_LOG_TEMPERATURE, MAX_LOG_TEMPERATURE = log(1e-2), log(1e3)
 BISECTION_STEPS = 12  # to an interval of 3e-3
@@ -119,19 +118,9 @@ def fit_log_weights(logits: Tensor, y: Tensor, start: Tensor, prior_std: float =
     return u
 
 
-def fit_log_scale(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the log factor of one classifier's logits that has the highest likelihood; 0 without samples."""
-    return fit_log_weights(logits[None], y, logits.new_zeros(1), TEMPERATURE_PRIOR_STD)[0]
-
-
-def likelihood_weights(logits: Tensor, y: Tensor) -> Tensor:
-    """Return (classifiers,) weights by likelihood, each classifier at its own temperature.
-
-    With many samples the best one gets nearly all weight; with few samples the weight is shared.
-    """
-    log_scales = torch.stack([fit_log_scale(part, y) for part in logits])
-    scaled_losses = summed_cross_entropy(log_scales.exp()[:, None, None] * logits, y)
-    return (-scaled_losses).softmax(0) * log_scales.exp()
+def fit_log_scale(logits: Tensor, y: Tensor, prior_std: float = TEMPERATURE_PRIOR_STD) -> Tensor:
+    """Return the log of the best factor for one classifier's logits; 0 without samples."""
+    return fit_log_weights(logits[None], y, logits.new_zeros(1), prior_std)[0]
 
 
 @dataclass(frozen=True)

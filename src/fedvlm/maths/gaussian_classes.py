@@ -166,6 +166,17 @@ def fit_discriminant(moments: Moments, ridge: Tensor) -> Discriminant:
     return Discriminant(weight.mT, torch.where(has_samples, bias, ABSENT_CLASS_LOGIT), centre, root, white.mT)
 
 
+def pooled_moments(counts: Tensor, sums: Tensor, gram: Tensor) -> Moments:
+    """Return the moments of the named classes from sums of all clients.
+
+    The last count and sum are of samples whose class is not named; `gram` is the packed Σ x xᵀ of all samples, with a
+    last coordinate of 1.
+    """
+    second = nearest_semidefinite(unpack(gram, sums.shape[1] + 1))[:-1, :-1]
+    moments = moments_from_sums(counts, sums, second)
+    return Moments(moments.counts[:-1], moments.means[:-1], moments.scatter)
+
+
 def centred_means(counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return which classes have samples, the means less the mean of means, and that mean."""
     has_samples = counts > 0

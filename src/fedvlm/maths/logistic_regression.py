@@ -24,6 +24,8 @@ LBFGS_MEMORY = 10  # steps that the curvature is estimated from
 CURVATURE = 0.25  # of a sample's loss in the metric: half of the bound 1/2, which few samples reach
 GRADIENT_TOLERANCE = 1e-10  # at which a fit has converged
 QUASI_NEWTON_MEMORY = 8
+RELATIVE_RIDGES = (4e-2, 4e-3, 4e-4, 4e-5, 4e-6)  # of a path over clients, per curvature
+MIN_RELATIVE_CURVATURE = 1e-3  # of the largest; directions below it are left to the metric
 SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the step fraction, after a step that failed or succeeded
 
 
@@ -55,7 +57,13 @@ class RidgePath(NamedTuple):
 
 
 def fit_ridge_path(
-    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor, steps: int = MAX_STEPS
+    x: Tensor,
+    y: Tensor,
+    ridges: Tensor,
+    anchor: Head,
+    open_classes: Tensor,
+    steps: int = MAX_STEPS,
+    bias_ridge: float | Tensor = BIAS_RIDGE,
 ) -> RidgePath:
     """Fit a head per ridge over the classes that are open; the others keep the anchor's row. y = -1 is padding.
 
@@ -68,7 +76,8 @@ def fit_ridge_path(
     sample_weights = real.double() / real.sum().clamp(min=1)
     left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
     rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (samples, rank + 1)
-    ridge_weights = torch.cat([ridges.double()[:, None].expand(-1, len(size)), ridges[:, None] * 0 + BIAS_RIDGE], 1)
+    ridges = ridges.double()[:, None]
+    ridge_weights = torch.cat([ridges.expand(-1, len(size)), ridges * 0 + bias_ridge], 1)
     curvature = torch.cat([CURVATURE * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE)])
     scale = (curvature + ridge_weights).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
     ridge_weights = ridge_weights[:, :, None] * scale.square()
@@ -236,6 +245,74 @@ def take_quasi_newton_step(
     point = (base - step_fraction * direction).float().double()  # as it is sent
     loss = torch.where(is_better, loss, state.loss)
     return QuasiNewtonState(point, base, gradient, loss, step_fraction, steps, gradient_changes)
+
+
+class Evaluations(NamedTuple):
+    """Objective of all clients' samples at several points; a point is (classes, dim + 1)."""
+
+    points: Tensor  # (points, classes, dim + 1)
+    gradients: Tensor  # (points, classes, dim + 1) of the mean loss
+    losses: Tensor  # (points,) mean loss of the training samples
+    val_losses: Tensor  # (points,) summed loss of the validation samples
+
+
+def path_points(known: Evaluations, gram: Tensor, anchor: Tensor) -> Tensor:
+    """Return (RELATIVE_RIDGES, classes, dim + 1): the next point of the regression for every ridge.
+
+    `gram` is Σ x xᵀ with a last coordinate of 1. At an anchor of zero all classes are equally likely, so the curvature
+    is known, and the first points are the solutions of a ridge regression.
+    """
+    mean = gram / gram[-1, -1].clamp(min=1)  # the last entry is the number of samples
+    curvature = CURVATURE if anchor.any() else 1 / len(anchor)
+    return torch.stack(
+        [multisecant_step(known, mean, anchor, curvature * ridge, curvature) for ridge in RELATIVE_RIDGES]
+    )
+
+
+def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: float, curvature: float) -> Tensor:
+    """Return the minimiser of a quadratic model of mean loss + ridge/2 · |W - W_anchor|².
+
+    The model is exact at the best point. Its curvature is `curvature` · gram, corrected by the changes of the gradient
+    between the best and all other points (block BFGS). From one point this is a step in the Gram metric.
+    """
+    ridge_weights = torch.full_like(gram[0], ridge)
+    ridge_weights[-1] = BIAS_RIDGE
+    root = _root(curvature * gram, ridge_weights)
+    gradients = known.gradients + ridge_weights * (known.points - anchor)
+    penalties = (ridge_weights * (known.points - anchor).square()).sum((1, 2)) / 2
+    best = int((known.losses + penalties).argmin())
+    steps, changes = (
+        torch.cat([values[:best], values[best + 1 :]]) - values[best] for values in (known.points, gradients)
+    )
+    direction = block_bfgs_direction(
+        gradients[best], steps, changes, lambda q: torch.cholesky_solve(q.mT.contiguous(), root).mT
+    )
+    return known.points[best] - direction
+
+
+def block_bfgs_direction(
+    gradient: Tensor, steps: Tensor, changes: Tensor, metric: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the inverse curvature times the gradient; the curvature maps all `steps` to `changes` at once.
+
+    `metric` is the inverse curvature known beforehand, which is rescaled to agree with the shortest step.
+    Directions without curvature do not count.
+    """
+    lengths = steps.flatten(1).norm(dim=1)
+    keep = lengths > 0
+    if not keep.any():
+        return metric(gradient)
+    shortest = int(torch.where(keep, lengths, torch.inf)[keep].argmin())
+    s, y = ((values[keep] / lengths[keep, None, None]).flatten(1) for values in (steps, changes))
+    inner = s @ y.mT
+    values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+    known = values > MIN_RELATIVE_CURVATURE * values.max().clamp(min=1e-30)
+    inverse = (vectors[:, known] / values[known]) @ vectors[:, known].mT  # of the curvature in the span of the steps
+    scaled = metric(changes[keep][shortest] / lengths[keep][shortest]).flatten()
+    gain = (inner[shortest, shortest] / (y[shortest] @ scaled).clamp(min=1e-30)).clamp(min=1e-6)
+    along = inverse @ (s @ gradient.flatten())
+    rest = gain * metric((gradient.flatten() - y.mT @ along).view_as(gradient)).flatten()
+    return (rest + s.mT @ (along - inverse @ (y @ rest))).view_as(gradient)
 
 
 def _root(curvature: Tensor, ridge_weights: Tensor) -> Tensor:

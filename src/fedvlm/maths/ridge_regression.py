@@ -67,11 +67,14 @@ def solve_path(statistics: Statistics, text_head: Tensor | None) -> Path:
     return Path(anchor, change, basis, eigenvalues.clamp(min=0), mean, frequencies)
 
 
-def class_log_prior(counts: Tensor, frequencies: Tensor, strengths: Tensor) -> Tensor:
+def class_log_prior(
+    counts: Tensor, frequencies: Tensor, strengths: Tensor, probabilities: Tensor | None = None
+) -> Tensor:
     """(classes,) log of a client's expected class frequencies, relative to those of the federation.
 
     The prior is a Dirichlet distribution around the federation's frequencies. Its strength is averaged over
-    `strengths` by the marginal likelihood of the client's own counts, so few samples change little.
+    `strengths` by the marginal likelihood of the client's own counts, so few samples change little. `probabilities`
+    are those of the strengths before the counts are seen, equal if not given.
     """
     centre = (frequencies + 1 / len(frequencies)) / 2  # no class is impossible
     concentration = strengths[:, None] * centre  # (strengths, classes)
@@ -81,5 +84,7 @@ def class_log_prior(counts: Tensor, frequencies: Tensor, strengths: Tensor) -> T
         - torch.lgamma(strengths + n_samples)
         + (torch.lgamma(concentration + counts) - torch.lgamma(concentration)).sum(1)
     )
+    if probabilities is not None:
+        log_evidence = log_evidence + probabilities.log()
     expected = (concentration + counts) / (strengths + n_samples)[:, None]
     return (log_evidence.softmax(0) @ expected).log() - centre.log()

@@ -4,6 +4,7 @@ The server's state is a NamedTuple; its tensors are saved under the name of the 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import (
+    Evaluations,
     Head,
     QuasiNewtonState,
     loss_and_gradient,
@@ -86,6 +88,17 @@ def local_statistics(sent: Tensors, client: Client, min_samples: int) -> Tensors
     return {"gradient": torch.where(has_enough, gradient, 0.0), "totals": torch.where(has_enough, totals, 0.0)}
 
 
+def class_statistics(client: Client, n_classes: int, min_samples: int) -> Tensors:
+    """Return class sums; samples of small classes form one unnamed class, if they are enough together."""
+    is_small = gaussian_classes.class_membership(client.y, n_classes).sum(0) < min_samples
+    rest = is_small[client.y.clamp(min=0)] & (client.y >= 0)
+    has_enough = rest.sum() >= min_samples
+    y = torch.where(rest, torch.where(has_enough, n_classes, -1), client.y)
+    x = torch.where((y >= 0)[:, None], client.x, 0.0)
+    counts, sums, _ = gaussian_classes.class_sums(x, y, n_classes + 1)
+    return {"counts": counts.float(), "sums": sums.float(), "gram": packed_gram(replace(client, y=y), 1)}
+
+
 def packed_gram(client: Client, min_samples: int) -> Tensor:
     """Return the packed Σ x xᵀ over samples with a last coordinate of 1; zeros for too few samples."""
     real = client.y >= 0
@@ -98,6 +111,14 @@ def sum_uploads(uploads: Sequence[Tensors]) -> Tensors:
     """Return the sum of the uploads in float64."""
     zero = torch.zeros((), dtype=torch.float64)
     return {key: sum((upload[key].double() for upload in uploads), start=zero) for key in uploads[0]}
+
+
+def add_evaluations(known: Evaluations, points: Tensor, total: Tensors) -> Evaluations:
+    """Return the known evaluations and those of the points in the clients' sums."""
+    losses, n_samples, val_losses, _ = total["totals"].unbind(1)
+    n_samples = n_samples.clamp(min=1)
+    new = Evaluations(points.double(), total["gradient"] / n_samples[:, None, None], losses / n_samples, val_losses)
+    return Evaluations(*(torch.cat([before, after]) for before, after in zip(known, new, strict=True)))
 
 
 def take_server_step(shared: Tensors, total: Tensors, gram: Tensor, anchor: Tensor, ridge: float) -> Tensors:

@@ -1,17 +1,17 @@
-"""A good classifier without tuning: class statistics once, a few rounds of gradients, then a mix at each client.
+"""A good classifier without tuning, in four communication rounds.
 
 All parts are linear in the embedding and are mixed on their logits, by the likelihood of validation samples, so that a
-client's classifier is one linear head:
-- shared: zero-shot text; one logistic regression over all clients, averaged over a path from the zero-shot head to a
-  weak ridge; Gaussian classes of one covariance.
-- local: a logistic regression on the client's samples that a ridge draws to the shared head, averaged over ridges; and
-  the client's class frequencies.
+client's classifier is one linear head. Rounds have three phases:
+- statistics: clients send class sums and Σ x xᵀ, as for `ridge`, and the gradient at the zero-shot head (or at zero).
+- gradients: the server sends a logistic regression at several ridges at once, and clients send the gradient at each.
+  The first of them solve ridge's equations, with the gradient on the right; later ones correct the curvature.
+- mixes: clients send the validation loss of mixes of the newest regressions with text and Gaussian classes.
+Each client then mixes the shared head, a logistic regression on its samples that a ridge draws to the shared head, and
+its class frequencies.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,71 +19,87 @@ from torch import Tensor
 
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
-from fedvlm.maths import calibration, gaussian_classes
-from fedvlm.maths.logistic_regression import RIDGES, Head, fit_ridge_path, split_head, summed_cross_entropy
+from fedvlm.maths import gaussian_classes, head_mixing
+from fedvlm.maths.logistic_regression import Evaluations, Head, path_points, split_head
 from fedvlm.methods import _logistic
-from fedvlm.methods._logistic import OPTIMISER, SERVER, ServerState, load_state, save_state
+from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
-MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part
-FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # of the path
-PSEUDO_COUNT = 0.05  # samples added to every class in the class frequencies
-FREQUENCY_LOG_WEIGHT = -0.7  # prior log weight of the class frequencies
-PATH, GAUSSIAN = "path ", "gaussian "  # prefixes of the server's tensors
+KNOWN = "known "  # prefix of the server's tensors about points that clients have evaluated
 
 
-class PathState(NamedTuple):
-    """The average over the path of the logistic regression, weighted by validation likelihood."""
+class ServerState(NamedTuple):
+    """What the server keeps during the rounds; none of it is left after the last."""
 
-    mean: Tensor  # (classes, dim + 1) float64
-    best_loss: Tensor  # least validation loss so far
-    mass: Tensor  # sum of exp(best_loss - loss)
+    round: Tensor  # rounds that are done
+    anchor: Tensor  # (classes, dim + 1): the zero-shot head, or zeros without text
+    gram: Tensor  # packed Σ x xᵀ over the samples of all clients, with a last coordinate of 1
+    gaussian: Tensor  # (classes, dim + 1): the head of the Gaussian classes
+    points: Tensor  # (points, classes, dim + 1): what the clients evaluate next
 
 
 @register
 @dataclass(frozen=True)
 class Auto(StatisticsSettings):
-    rounds: int = ranged_field(16, Range(2))  # the first also collects statistics, the last only scores mixes
+    rounds: int = ranged_field(4, Range(2))  # the first is for statistics, the last for mixes
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        classes, zero = len(frozen.classes), torch.zeros((), dtype=torch.float64)
-        path = PathState(torch.zeros(classes, frozen.dim + 1, dtype=torch.float64), zero + torch.inf, zero)
-        head = Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
-        shared = {**_logistic.initial_tensors(frozen), **save_state(PATH, path), **save_state(GAUSSIAN, head)}
-        return shared, {"weight change": head.weight, "bias change": head.bias, "mix weights": torch.zeros(3)}
+        anchor, size = _logistic.zero_shot_head(frozen), frozen.dim + 1
+        gram, first = torch.zeros(size * (size + 1) // 2), torch.zeros((), dtype=torch.int64)
+        state = ServerState(first, anchor, gram, torch.zeros_like(anchor), anchor[None])
+        known = Evaluations(*(torch.zeros(0, *shape) for shape in (anchor.shape, anchor.shape, (), ())))
+        head = _logistic.head_tensors(anchor)
+        local = {f"{key} change": torch.zeros_like(value) for key, value in head.items()}
+        return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local | {
+            "mix weights": torch.eye(3)[0]
+        }
 
     def send(self, shared: Tensors, id: str) -> Tensors:
-        """Send what the coming round evaluates; the keys say which round it is."""
+        """Send the head, and what the coming round evaluates beside it: the keys say which phase it is."""
+        head = {key: shared[key] for key in ("weight", "bias")}
         if not _logistic.is_server_state(shared):
-            return shared
-        round_number = int(load_state(SERVER, ServerState, shared).round)
-        keys = [f"{GAUSSIAN}{key}" for key in Head._fields] if round_number == self.rounds - 1 else []
-        out = {key: shared[key] for key in ("weight", "bias", *keys)}
-        return out | ({"started": torch.ones(())} if round_number else {})
+            return head
+        state = load_state(SERVER, ServerState, shared)
+        if int(state.round) == 0:
+            return head  # statistics
+        if int(state.round) < self.rounds - 1:
+            return {**head, "points": state.points}  # gradients
+        return {**head, "candidates": state.points, **gaussian_part(state)}  # mixes
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        if f"{GAUSSIAN}weight" in sent:
-            return {"mix losses": self.score_mixes(frozen, sent, client)}, local
-        upload = _logistic.local_statistics(sent, client, self.min_class_samples)
-        return upload if "started" in sent else upload | self.statistics(frozen, client), local
+        if "candidates" in sent:
+            candidates, fixed = heads_to_mix(sent, _logistic.zero_shot_head(frozen))
+            losses = head_mixing.mix_losses(candidates, fixed, client.val_x, client.val_y)
+            has_enough = (client.y >= 0).sum() >= self.min_class_samples
+            return {"mix losses": torch.where(has_enough, losses, 0.0)}, local
+        heads = [_logistic.head_tensors(point) for point in sent["points"]] if "points" in sent else [sent]
+        sums = [_logistic.local_statistics(head, client, self.min_class_samples) for head in heads]
+        upload = {key: torch.stack([head_sums[key] for head_sums in sums]) for key in sums[0]}
+        if "points" not in sent:
+            upload |= _logistic.class_statistics(client, len(frozen.classes), self.min_class_samples)
+        return upload, local
 
-    def statistics(self, frozen: Frozen, client: Client) -> Tensors:
-        """Return class sums; samples of small classes form one unnamed class, if they are enough together."""
-        classes = len(frozen.classes)
-        is_small = gaussian_classes.class_membership(client.y, classes).sum(0) < self.min_class_samples
-        rest = is_small[client.y.clamp(min=0)] & (client.y >= 0)
-        has_enough = rest.sum() >= self.min_class_samples
-        y = torch.where(rest, torch.where(has_enough, classes, -1), client.y)
-        x = torch.where((y >= 0)[:, None], client.x, 0.0)
-        counts, sums, _ = gaussian_classes.class_sums(x, y, classes + 1)
-        gram = _logistic.packed_gram(replace(client, y=y), 1)
-        return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
+        total, state = _logistic.sum_uploads(uploads), load_state(SERVER, ServerState, shared)
+        if "mix losses" in total:
+            sent = self.send(shared, "")
+            heads = heads_to_mix(sent, state.anchor)
+            return _logistic.head_tensors(head_mixing.average_mixes(*heads, total["mix losses"]))
+        if "counts" in total:
+            moments = gaussian_classes.pooled_moments(total["counts"], total["sums"], total["gram"])
+            rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
+            state = state._replace(gram=total["gram"].float(), gaussian=Head(rule.weight, rule.bias).joined().float())
+        known = _logistic.add_evaluations(load_state(KNOWN, Evaluations, shared), state.points, total)
+        mean = torch.einsum("p,pcd->cd", (-known.val_losses).softmax(0), known.points)
+        gram = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1])
+        state = state._replace(round=state.round + 1, points=path_points(known, gram, state.anchor.double()).float())
+        return {**_logistic.head_tensors(mean), **save_state(SERVER, state), **save_state(KNOWN, known)}
 
     def covered_classes(self, upload: Tensors) -> Tensor:
         """Return (classes,) True where the upload depends on the class: by statistics, or by a gradient."""
         if "counts" in upload:
             return upload["counts"][:-1] > 0
-        return upload.get("gradient", torch.zeros(1, 1)).abs().amax(1) > 0
+        return upload.get("gradient", torch.zeros(1, 1, 1)).abs().amax((0, 2)) > 0
 
     def class_means(self, upload: Tensors) -> Tensor | None:
         """Return the (classes, dim) class means that can be read from the upload."""
@@ -92,81 +108,21 @@ class Auto(StatisticsSettings):
         means: Tensor = (upload["sums"] / upload["counts"].clamp(min=1)[:, None])[:-1]
         return means
 
-    def score_mixes(self, frozen: Frozen, sent: Tensors, client: Client) -> Tensor:
-        """Return the validation loss of every mix of the shared parts."""
-        text = None if frozen.text is None else split_head(_logistic.zero_shot_head(frozen))
-        logits = torch.stack([head.logits(client.val_x) for head in shared_heads(sent, text)])
-        losses = []
-        for weights in torch.split(mix_grid(len(logits)), len(MIX_WEIGHTS)):  # all at once would be large
-            mixed = torch.einsum("mj,jnk->mnk", weights.to(logits), logits)
-            losses.append(summed_cross_entropy(mixed, client.val_y))
-        return torch.where((client.y >= 0).sum() >= self.min_class_samples, torch.cat(losses), 0.0)
-
-    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        total, state = _logistic.sum_uploads(uploads), load_state(SERVER, ServerState, shared)
-        state = state._replace(round=state.round + 1)
-        if "mix losses" in total:
-            mixed = self.mix_shared(shared, split_head(state.anchor), total["mix losses"])
-            return {**shared, **mixed, **save_state(SERVER, state)}
-        path = self.average_path(load_state(PATH, PathState, shared), shared[f"{OPTIMISER}point"], total["totals"][2])
-        out = {**shared, **save_state(PATH, path)}
-        if "counts" in total:
-            state = state._replace(gram=total["gram"].float())
-            class_moments = moments(total)
-            rule = gaussian_classes.fit_discriminant(class_moments, gaussian_classes.ridge(class_moments, 1.0))
-            out |= save_state(GAUSSIAN, Head(rule.weight.float(), rule.bias.float()))
-        ridge = FIRST_RIDGE * (LAST_RIDGE / FIRST_RIDGE) ** ((int(state.round) - 1) / max(self.rounds - 2, 1))
-        out |= _logistic.take_server_step(out, total, state.gram, state.anchor, ridge)
-        if int(state.round) == self.rounds - 1:
-            out |= _logistic.head_tensors(path.mean)
-        return {**out, **save_state(SERVER, state)}
-
-    def average_path(self, path: PathState, point: Tensor, loss: Tensor) -> PathState:
-        """Add a point of the path to its average, by the likelihood of the validation samples at it."""
-        best_loss = torch.minimum(path.best_loss, loss)
-        before = path.mass * (best_loss - path.best_loss).exp()
-        now = (best_loss - loss).exp()
-        mean = (before * path.mean + now * point) / (before + now)
-        return PathState(mean, best_loss, before + now)
-
-    def mix_shared(self, shared: Tensors, anchor: Head, loss: Tensor) -> Tensors:
-        """Return the average of all mixes of the shared parts, weighted by their likelihood."""
-        heads = shared_heads(shared, None if len(loss) == len(MIX_WEIGHTS) ** 2 else anchor)
-        likelihood = (loss.min() - loss).exp()
-        mix_weights = (likelihood[:, None] * mix_grid(len(heads))).sum(0) / likelihood.sum()
-        joined = torch.stack([head.joined() for head in heads]).double()
-        return _logistic.head_tensors((mix_weights[:, None, None] * joined).sum(0))
-
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        heads = self.candidates(frozen, sent, client)
-        logits = torch.stack([head.logits(client.val_x.double()) for head in heads])
-        weights = self.fit_weights(logits, client.val_y)
-        head = split_head((weights[:, None, None] * torch.stack([head.joined() for head in heads])).sum(0))
+        shared, val_x = Head(sent["weight"].double(), sent["bias"].double()), client.val_x.double()
+        start_head, prior = split_head(_logistic.zero_shot_head(frozen).double()), head_mixing.MixPrior()
+        mix = head_mixing.mix_client(shared, start_head, client.x, client.y, val_x, client.val_y, prior)
+        own = split_head(mix.own)
         return {
-            "weight change": (head.weight - sent["weight"].double()).float(),
-            "bias change": (head.bias - sent["bias"].double()).float(),
-            "mix weights": weights.float(),
+            "weight change": own.weight.float(),
+            "bias change": own.bias.float(),
+            "mix weights": mix.weights.float(),
         }
 
-    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[Head]:
-        """Return what a client mixes: the shared head, a local head, and the class frequencies."""
-        shared = Head(sent["weight"].double(), sent["bias"].double())
-        ridges = torch.tensor(RIDGES, dtype=torch.float64)
-        all_classes = torch.ones(len(frozen.classes), dtype=torch.bool)
-        local_head = average_heads(fit_ridge_path(client.x, client.y, ridges, shared, all_classes).heads, client)
-        counts = gaussian_classes.class_membership(client.y, len(frozen.classes)).sum(0)
-        frequencies = Head(torch.zeros_like(shared.weight), (counts + PSEUDO_COUNT).log())
-        return [shared, local_head, frequencies]
-
-    def fit_weights(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the (parts,) weights, fitted from equal classifiers, each at its own temperature."""
-        log_scales = torch.stack([calibration.fit_log_scale(part, y) for part in logits[:-1]])
-        start = torch.cat([log_scales - math.log(len(log_scales)), log_scales.new_full((1,), FREQUENCY_LOG_WEIGHT)])
-        return calibration.fit_log_weights(logits, y, start).exp()
-
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        weight = sent["weight"] + local["weight change"]
-        return x @ weight.mT + sent["bias"] + local["bias change"]
+        shared = local["mix weights"][0]  # apart from the change: a poisoned head may be too large for a difference
+        own = x @ local["weight change"].mT + local["bias change"]
+        return shared * (x @ sent["weight"].mT + sent["bias"]) + own
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         names = ("weight of shared head", "weight of local head", "weight of class frequencies")
@@ -175,28 +131,14 @@ class Auto(StatisticsSettings):
     name, traits = "auto", statistics_traits("total")
 
 
-def moments(total: Tensors) -> gaussian_classes.Moments:
-    """Return the moments of the named classes from the sums of all clients."""
-    size = total["sums"].shape[1] + 1
-    second = gaussian_classes.nearest_semidefinite(gaussian_classes.unpack(total["gram"], size))[:-1, :-1]
-    class_moments = gaussian_classes.moments_from_sums(total["counts"], total["sums"], second)
-    return gaussian_classes.Moments(class_moments.counts[:-1], class_moments.means[:-1], class_moments.scatter)
+def gaussian_part(state: ServerState) -> Tensors:
+    """Return the head of the Gaussian classes, if all classes have statistics."""
+    has_all_classes = (state.gaussian[:, -1] > gaussian_classes.ABSENT_CLASS_LOGIT).all()
+    return {"gaussian": state.gaussian} if has_all_classes else {}
 
 
-def mix_grid(n_parts: int) -> Tensor:
-    """Return (mixes, parts): every choice of a weight for each part."""
-    return torch.tensor(list(product(MIX_WEIGHTS, repeat=n_parts)), dtype=torch.float64)
-
-
-def shared_heads(tensors: Tensors, text: Head | None) -> list[Head]:
-    """Return the zero-shot head if there is text, the path's mean, and the Gaussian classes if all have samples."""
-    mean, gaussian = Head(tensors["weight"], tensors["bias"]), load_state(GAUSSIAN, Head, tensors)
-    has_all_classes = (gaussian.bias > gaussian_classes.ABSENT_CLASS_LOGIT).all()
-    gaussian = Head(*(torch.where(has_all_classes, new, old) for new, old in zip(gaussian, mean, strict=True)))
-    return [mean, gaussian] if text is None else [text, mean, gaussian]
-
-
-def average_heads(family: Head, client: Client) -> Head:
-    """Return the mean of heads of one family, weighted by the likelihood of the client's validation samples."""
-    weights = calibration.likelihood_weights(family.logits(client.val_x.double()), client.val_y)[:, None]
-    return Head((weights[..., None] * family.weight).sum(0), (weights * family.bias).sum(0))
+def heads_to_mix(sent: Tensors, anchor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return candidates for the shared regression, and the heads that each of them is mixed with."""
+    mean = Head(sent["weight"], sent["bias"]).joined()[None]
+    fixed = [anchor[None]] * bool(anchor.any()) + [sent[key][None] for key in ("gaussian",) if key in sent]
+    return torch.cat([sent["candidates"], mean]), torch.cat([mean[:0], *fixed])

@@ -1,0 +1,119 @@
+"""Mix linear heads on their logits, weighted by the likelihood of validation samples: shared ones, and a client's."""
+
+import math
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedvlm.maths import logistic_regression
+from fedvlm.maths.calibration import fit_log_scale, fit_log_weights
+from fedvlm.maths.gaussian_classes import class_membership
+from fedvlm.maths.logistic_regression import Head, split_head, summed_cross_entropy
+from fedvlm.maths.ridge_regression import class_log_prior
+
+CANDIDATE_WEIGHTS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+FIXED_WEIGHTS = (0.0, 1 / 16, 1 / 4, 1.0)
+MIN_LOG_FRACTION = -20.0  # of a head in a client's mix
+MIXES_PER_CHUNK = 8  # all at once would need much memory
+LOG10_PENALTIES = (2, 1, 0, -1, -2, -3, -4)  # of a client's own regression: log10 of ridge · n_samples
+PRIOR_STRENGTHS = (1.0, 10**0.5, 10.0, 10**1.5, 100.0, 1e4)  # samples that equal class frequencies count for
+
+
+class MixPrior(NamedTuple):
+    """What is believed of a client's mix before its validation samples are seen (chosen by tools.auto.choose)."""
+
+    local_samples: float = 256.0  # samples with which the local head weighs as much as the shared one
+    likelihood_power: float = 0.5  # of the validation likelihood in the fractions of shared and local head
+    log10_penalty: float = 0.0  # of the local head: mean and
+    log10_penalty_std: float = 2.0
+    poisoned: float = 0.01  # probability that the local head had better not be drawn to the shared one
+    temperature_std: float = 0.5  # of the log scale of a head's logits
+    equal_classes: float = 0.95  # probability that the client's classes are equally frequent
+    frequency_log_weight: float = -0.7
+
+
+class ClientMix(NamedTuple):
+    """A client's head, and the weights it mixes the shared head, the local head and the class prior with."""
+
+    head: Head
+    own: Tensor  # (classes, dim + 1): the head without the part of the shared head
+    weights: Tensor  # (3,)
+
+
+def mix_grid(n_fixed: int) -> Tensor:
+    """Return (mixes, 1 + n_fixed): every choice of a weight for one candidate and for each fixed head."""
+    return torch.tensor(list(product(CANDIDATE_WEIGHTS, *[FIXED_WEIGHTS] * n_fixed)), dtype=torch.float64)
+
+
+def mix_losses(candidates: Tensor, fixed: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return (candidates, mixes): the summed cross-entropy of each mix of a candidate with the fixed heads.
+
+    Heads are (..., classes, dim + 1), as `Head.joined` returns them.
+    """
+    grid, fixed_logits = mix_grid(len(fixed)).to(x), split_head(fixed).logits(x)
+    losses = []
+    for candidate in candidates:
+        logits = torch.cat([split_head(candidate).logits(x)[None], fixed_logits])
+        chunks = torch.split(grid, MIXES_PER_CHUNK)
+        losses.append(torch.cat([summed_cross_entropy(torch.einsum("mj,jnk->mnk", w, logits), y) for w in chunks]))
+    return torch.stack(losses)
+
+
+def average_mixes(candidates: Tensor, fixed: Tensor, losses: Tensor) -> Tensor:
+    """Return the (classes, dim + 1) average of all mixes, weighted by their likelihood exp(-loss)."""
+    likelihood = (losses.min() - losses).exp().double()
+    weights = torch.einsum("cm,mj->cj", likelihood / likelihood.sum(), mix_grid(len(fixed)))
+    mixed = (weights[:, 0, None, None] * candidates.double()).sum(0)
+    return mixed + (weights[:, 1:].sum(0)[:, None, None] * fixed.double()).sum(0)
+
+
+def mix_client(
+    shared: Head, start_head: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior
+) -> ClientMix:
+    """Mix the shared head, a regression on the client's samples near it, and the client's class frequencies.
+
+    Without samples the mix is the shared head: the other parts grow with the number of samples, and validation samples
+    move all weights from there. `start_head` is zero-shot, or zeros: what is left if the shared head is poisoned.
+    """
+    counts = class_membership(y, len(shared.bias)).sum(0)
+    n_samples, uniform = counts.sum(), torch.full_like(counts, 1 / len(counts))
+    skewed = len(PRIOR_STRENGTHS) - 1
+    probabilities = counts.new_tensor([(1 - prior.equal_classes) / skewed] * skewed + [prior.equal_classes])
+    log_prior = class_log_prior(counts, uniform, counts.new_tensor(PRIOR_STRENGTHS), probabilities)
+    frequencies = Head(torch.zeros_like(shared.weight), log_prior)
+    local = local_head(shared, start_head, x, y, val_x, val_y, prior)
+    heads = torch.stack([head.joined() for head in (shared, local, frequencies)])
+    logits, std = split_head(heads).logits(val_x), prior.temperature_std
+    scales = torch.stack([fit_log_scale(part, val_y, std) for part in logits[:2]])
+    losses = summed_cross_entropy(scales.exp()[:, None, None] * logits[:2], val_y)
+    samples = torch.stack([torch.full_like(n_samples, prior.local_samples), n_samples.clamp(min=1e-9)])
+    fractions = (samples.log() - prior.likelihood_power * losses).log_softmax(0).clamp(min=MIN_LOG_FRACTION)
+    start = torch.cat([scales + fractions, scales.new_full((1,), prior.frequency_log_weight)])
+    weights = fit_log_weights(logits, val_y, start).exp()
+    parts = weights[:, None, None] * heads
+    return ClientMix(split_head(parts.sum(0)), parts[1:].sum(0), weights)
+
+
+def local_head(
+    shared: Head, start_head: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior
+) -> Head:
+    """Return the average of regressions on the client's samples, drawn to the shared or the start head by a ridge.
+
+    Their weights are their prior probability times the likelihood of the validation samples.
+    """
+    log10_penalties = shared.weight.new_tensor(LOG10_PENALTIES)
+    ridges = 10**log10_penalties / (y >= 0).sum().clamp(min=1)
+    all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=y.device)
+    paths = [
+        logistic_regression.fit_ridge_path(x, y, ridges, anchor, all_classes, bias_ridge=ridges[:, None]).heads.joined()
+        for anchor in (shared, start_head)
+    ]
+    heads = torch.cat(paths)
+    logits = split_head(heads).logits(val_x)
+    scales = torch.stack([fit_log_scale(part, val_y, prior.temperature_std) for part in logits]).exp()
+    log_prior = (-((log10_penalties - prior.log10_penalty) / prior.log10_penalty_std).square() / 2).log_softmax(0)
+    log_prior = torch.cat([log_prior + math.log(1 - prior.poisoned), log_prior + math.log(prior.poisoned)])
+    weights = (log_prior - summed_cross_entropy(scales[:, None, None] * logits, val_y)).softmax(0) * scales
+    return split_head((weights[:, None, None] * heads).sum(0))
