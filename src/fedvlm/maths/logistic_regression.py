@@ -312,7 +312,8 @@ def block_bfgs_direction(
     gain = (inner[shortest, shortest] / (y[shortest] @ scaled).clamp(min=1e-30)).clamp(min=1e-6)
     along = inverse @ (s @ gradient.flatten())
     rest = gain * metric((gradient.flatten() - y.mT @ along).view_as(gradient)).flatten()
-    return (rest + s.mT @ (along - inverse @ (y @ rest))).view_as(gradient)
+    direction: Tensor = rest + s.mT @ (along - inverse @ (y @ rest))
+    return direction.view_as(gradient)
 
 
 def _root(curvature: Tensor, ridge_weights: Tensor) -> Tensor:
