@@ -22,7 +22,7 @@ PRIOR_STRENGTHS = (1.0, 10**0.5, 10.0, 10**1.5, 100.0, 1e4)  # samples that equa
 
 
 class MixPrior(NamedTuple):
-    """What is believed of a client's mix before its validation samples are seen (chosen by tools.auto.choose)."""
+    """Beliefs about a client's mix before its validation samples are seen (docs/explanation/auto.md: how chosen)."""
 
     local_samples: float = 256.0  # samples with which the local head weighs as much as the shared one
     likelihood_power: float = 0.5  # of the validation likelihood in the fractions of shared and local head
