@@ -229,7 +229,7 @@ def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(fe
     assert run_thread.error is None and run_thread.lines()[1]["missing"].keys() == {"sketch"}
     assert "its key was revoked" in run_thread.lines()[1]["missing"]["sketch"]
     federation.sites["sketch"].child.wait(60)
-    assert "site sketch is not let in" in federation.sites["sketch"].tail(30)
+    assert "site sketch is not admitted" in federation.sites["sketch"].tail(30)
     folder, since = federation.site("sketch"), federation.joined("sketch")
     request = read_request(federation.kit, create_join_request(folder).path)
     accept_certificate(folder, admit_site(federation.kit, request))
@@ -257,7 +257,7 @@ def test_an_unregistered_key_cannot_join(federation, tmp_path):
     for name in ("ca.crt", "site.toml"):
         shutil.copy(federation.site("art") / name, kit / name)
     output = site_output(kit)
-    assert "site art is not let in" in output and "its key is not known" in output
+    assert "site art is not admitted" in output and "its key is not known" in output
 
 
 @pytest.mark.slow

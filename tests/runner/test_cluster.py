@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedvlm.core import make
 from fedvlm.runner import cluster
-from fedvlm.runner.run import together
+from fedvlm.runner.run import execute_all
 from fedvlm.runner.settings import Settings
 
 opened = cluster._client
@@ -45,27 +45,27 @@ def doom(note):
 
 @contextmanager
 def client(on):
-    with opened(on) as one:
-        assert one.scheduler.address.startswith("tls://127.0.0.1:")
-        one.run(doom, sys.argv[2] + "/note")
-        yield one
+    with opened(on) as dask_client:
+        assert dask_client.scheduler.address.startswith("tls://127.0.0.1:")
+        dask_client.run(doom, sys.argv[2] + "/note")
+        yield dask_client
 
 
 def main():
     store, out = sys.argv[1:]
-    cluster._client, cluster.cores = client, lambda: 2
-    asked = []
+    cluster._client, cluster.count_cores = client, lambda: 2
+    requests = []
     for where in ("here", "cluster", "address"):
-        each = [make("fedot", rounds=3, lr=1e-3), make("zero-shot")]
-        given = dict(encoder=f"store:{store}", seeds=(0, 1), workers=1)
-        asked.append([(Settings(one, **given), Path(out) / where / one.name) for one in each])
-    heard = [[], []]
-    together(asked[0], listen=lambda *line: heard[0].append(line))
-    sent = cluster._Offer.thick
-    cluster._Offer.thick = None  # workers see the store, so no rows are sent
-    for one in together(asked[1], listen=lambda *line: heard[1].append(line), on="dask"):
-        assert not isinstance(one, Exception), one
-    assert len(heard[0]) == len(heard[1]) == 18
+        methods = [make("fedot", rounds=3, lr=1e-3), make("zero-shot")]
+        options = dict(encoder=f"store:{store}", seeds=(0, 1), workers=1)
+        requests.append([(Settings(method, **options), Path(out) / where / method.name) for method in methods])
+    lines = [[], []]
+    execute_all(requests[0], on_line=lambda *line: lines[0].append(line))
+    samples_future = cluster._SampleOffer.samples_future
+    cluster._SampleOffer.samples_future = None  # workers see the store, so no samples are sent
+    for record in execute_all(requests[1], on_line=lambda *line: lines[1].append(line), cluster="dask"):
+        assert not isinstance(record, Exception), record
+    assert len(lines[0]) == len(lines[1]) == 18
     assert not list(Path(out).glob("cluster/*/away"))
     # What the killed worker did stands in the record, times and all: it went on from there.
     did = (Path(out) / "note").read_text().splitlines()
@@ -73,18 +73,18 @@ def main():
         (Path(out) / "cluster" / "fedot" / "rounds.jsonl").read_text().splitlines()
     )
     # One that finds other rows there is sent those of the run.
-    cluster._client, cluster._Offer.thick = opened, sent
-    apart = cluster.apart
+    cluster._client, cluster._SampleOffer.samples_future = opened, samples_future
+    strip_samples = cluster.strip_samples
 
     def other(settings, rows):
-        bare, place = apart(settings, rows)
+        bare, place = strip_samples(settings, rows)
         return bare, replace(place, digest="of other rows")
 
-    cluster.apart = other
-    by_address(asked[2][1:], Path(out))
+    cluster.strip_samples = other
+    by_address(requests[2][1:], Path(out))
 
 
-def by_address(asked, folder):
+def by_address(requests, folder):
     """As a person would who has certificates in files, and a scheduler."""
     import dask
     from distributed import LocalCluster, Security
@@ -101,7 +101,7 @@ def by_address(asked, folder):
         options = dict(n_workers=1, threads_per_worker=1, dashboard_address=None)
         with LocalCluster(host="127.0.0.1", protocol="tls", security=Security(), **options) as one:
             on = one.scheduler_address.replace("tls://", "dask://")
-            (done,) = together(asked, on=on)
+            (done,) = execute_all(requests, cluster=on)
             assert not isinstance(done, Exception), done
 
 
