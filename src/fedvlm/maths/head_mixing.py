@@ -63,7 +63,7 @@ def mix_losses(candidates: Tensor, fixed: Tensor, x: Tensor, y: Tensor) -> Tenso
 
 def average_mixes(candidates: Tensor, fixed: Tensor, losses: Tensor) -> Tensor:
     """Return the (classes, dim + 1) average of all mixes, weighted by their likelihood exp(-loss)."""
-    likelihood = (losses.min() - losses).exp().double()
+    likelihood = (losses.min() - losses).exp().double().view(len(candidates), -1)
     weights = torch.einsum("cm,mj->cj", likelihood / likelihood.sum(), mix_grid(len(fixed)))
     mixed = (weights[:, 0, None, None] * candidates.double()).sum(0)
     return mixed + (weights[:, 1:].sum(0)[:, None, None] * fixed.double()).sum(0)

@@ -71,7 +71,7 @@ class Auto(StatisticsSettings):
             candidates, fixed = heads_to_mix(sent, _logistic.zero_shot_head(frozen))
             losses = head_mixing.mix_losses(candidates, fixed, client.val_x, client.val_y)
             has_enough = (client.y >= 0).sum() >= self.min_class_samples
-            return {"mix losses": torch.where(has_enough, losses, 0.0)}, local
+            return {"mix losses": torch.where(has_enough, losses, 0.0).flatten()}, local
         heads = [_logistic.head_tensors(point) for point in sent["points"]] if "points" in sent else [sent]
         sums = [_logistic.local_statistics(head, client, self.min_class_samples) for head in heads]
         upload = {key: torch.stack([head_sums[key] for head_sums in sums]) for key in sums[0]}

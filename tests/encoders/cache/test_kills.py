@@ -56,8 +56,8 @@ def cached_rows(place: Path, count: int) -> set[int]:
 def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path: Path) -> None:
     log, place, rng, kills, exitcode = tmp_path / "log", tmp_path / "cache", default_rng(5), 0, None
     while exitcode != 0:
-        before, n_logged, done = cached_rows(place, 200), len(read_counts(log)), tmp_path / f"done-{kills}"
-        child = CHILDREN.Process(target=embed_in_child, args=(200, log, place, done))
+        before, n_logged, done = cached_rows(place, 500), len(read_counts(log)), tmp_path / f"done-{kills}"
+        child = CHILDREN.Process(target=embed_in_child, args=(500, log, place, done))
         child.start()
         wait_for(lambda a=n_logged, c=child: len(read_counts(log)) > a or not c.is_alive())
         sleep(rng.uniform(0, 0.12))
@@ -66,15 +66,15 @@ def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path:
         exitcode = child.exitcode
         assert cache.verify(place) == {FINGERPRINT: []}
         assert not before & set(read_counts(log)[n_logged:])  # nothing finished is repeated
-        assert before <= cached_rows(place, 200)
-        assert len(cached_rows(place, 200)) >= len(before) + read_counts(done)[-1]  # nothing finished is lost
+        assert before <= cached_rows(place, 500)
+        assert len(cached_rows(place, 500)) >= len(before) + read_counts(done)[-1]  # nothing finished is lost
         kills += exitcode != 0
     assert kills >= 3
-    assert len(read_counts(log)) <= 200 + 32 * kills  # at most the batch a kill fell into
+    assert len(read_counts(log)) <= 500 + 32 * kills  # at most the batch a kill fell into
     again = Counting()
-    complete = run(numbered(200), again, place).embedded
+    complete = run(numbered(500), again, place).embedded
     assert again.images == []
-    assert torch.equal(complete.x, run(numbered(200), Counting(), tmp_path / "whole").embedded.x)
+    assert torch.equal(complete.x, run(numbered(500), Counting(), tmp_path / "whole").embedded.x)
 
 
 def test_killed_process_leaves_no_worker_behind(tmp_path: Path) -> None:
