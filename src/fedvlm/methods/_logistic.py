@@ -13,6 +13,8 @@ from torch import Tensor
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import (
+    MAX_GRADIENT_NORM,
+    MAX_SAMPLE_LOSS,
     Evaluations,
     Head,
     QuasiNewtonState,
@@ -80,9 +82,9 @@ def local_statistics(sent: Tensors, client: Client, min_samples: int) -> Tensors
     A client with too few samples returns zeros.
     """
     head = Head(sent["weight"], sent["bias"])
-    loss, gradient = loss_and_gradient(head, client.x, client.y)
+    loss, gradient = loss_and_gradient(head, client.x, client.y, MAX_SAMPLE_LOSS)
     n_samples, n_val = (client.y >= 0).sum(), (client.val_y >= 0).sum()
-    val_loss = summed_cross_entropy(head.logits(client.val_x), client.val_y)
+    val_loss = summed_cross_entropy(head.logits(client.val_x), client.val_y, MAX_SAMPLE_LOSS)
     totals = torch.stack([loss, n_samples, val_loss, n_val]).float()
     has_enough = n_samples >= min_samples
     return {"gradient": torch.where(has_enough, gradient, 0.0), "totals": torch.where(has_enough, totals, 0.0)}
@@ -113,11 +115,21 @@ def sum_uploads(uploads: Sequence[Tensors]) -> Tensors:
     return {key: sum((upload[key].double() for upload in uploads), start=zero) for key in uploads[0]}
 
 
+def bound_moments(total: Tensors) -> gaussian_classes.Moments:
+    """Return the moments of the named classes, with no more than samples of norm 1 can have."""
+    counts = total["counts"].clamp(min=0)
+    norms = total["sums"].norm(dim=1).clamp(min=1e-30)
+    sums = total["sums"] * (counts / norms).clamp(max=1)[:, None]
+    return gaussian_classes.pooled_moments(counts, sums, total["gram"])
+
+
 def add_evaluations(known: Evaluations, points: Tensor, total: Tensors) -> Evaluations:
     """Return the known evaluations and those of the points in the clients' sums."""
     losses, n_samples, val_losses, _ = total["totals"].unbind(1)
     n_samples = n_samples.clamp(min=1)
-    new = Evaluations(points.double(), total["gradient"] / n_samples[:, None, None], losses / n_samples, val_losses)
+    gradients = total["gradient"] / n_samples[:, None, None]
+    gradients = gradients * (MAX_GRADIENT_NORM / gradients.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)).clamp(max=1)
+    new = Evaluations(points.double(), gradients, losses / n_samples, val_losses)
     return Evaluations(*(torch.cat([before, after]) for before, after in zip(known, new, strict=True)))
 
 

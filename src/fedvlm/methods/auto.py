@@ -86,7 +86,7 @@ class Auto(StatisticsSettings):
             heads = heads_to_mix(sent, state.anchor)
             return _logistic.head_tensors(head_mixing.average_mixes(*heads, total["mix losses"]))
         if "counts" in total:
-            moments = gaussian_classes.pooled_moments(total["counts"], total["sums"], total["gram"])
+            moments = _logistic.bound_moments(total)
             rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
             state = state._replace(gram=total["gram"].float(), gaussian=Head(rule.weight, rule.bias).joined().float())
         known = _logistic.add_evaluations(load_state(KNOWN, Evaluations, shared), state.points, total)
@@ -109,9 +109,12 @@ class Auto(StatisticsSettings):
         return means
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        shared, val_x = Head(sent["weight"].double(), sent["bias"].double()), client.val_x.double()
+        shared, (x, val_x) = (
+            Head(sent["weight"].double(), sent["bias"].double()),
+            (client.x.double(), client.val_x.double()),
+        )
         start_head, prior = split_head(_logistic.zero_shot_head(frozen).double()), head_mixing.MixPrior()
-        mix = head_mixing.mix_client(shared, start_head, client.x, client.y, val_x, client.val_y, prior)
+        mix = head_mixing.mix_client(shared, start_head, x, client.y, val_x, client.val_y, prior)
         own = split_head(mix.own)
         return {
             "weight change": own.weight.float(),
@@ -138,7 +141,7 @@ def gaussian_part(state: ServerState) -> Tensors:
 
 
 def heads_to_mix(sent: Tensors, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return candidates for the shared regression, and the heads that each of them is mixed with."""
+    """Return candidates for the shared regression, the anchor last, and the heads that each of them is mixed with."""
     mean = Head(sent["weight"], sent["bias"]).joined()[None]
     fixed = [anchor[None]] * bool(anchor.any()) + [sent[key][None] for key in ("gaussian",) if key in sent]
-    return torch.cat([sent["candidates"], mean]), torch.cat([mean[:0], *fixed])
+    return torch.cat([sent["candidates"], mean, anchor[None]]), torch.cat([mean[:0], *fixed])
