@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 PARALLEL_PYTEST := $(PYTEST) -n $(WORKERS)
 
-.PHONY: demo test test-all test-long browser check bench docs tables sbom lock clean
+.PHONY: demo test test-all test-encoders test-long browser check bench docs tables sbom lock clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -22,6 +22,14 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev browser
 	$(PARALLEL_PYTEST) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
+
+# open_clip and timm need torchvision, which has no build for the CPU-only torch of this environment: they get an
+# environment of their own, which sees the packages of this one.
+test-encoders: $(VENV)/.dev
+	$(BIN)/python -m venv $(VENV)/encoders
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(VENV)/encoders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(VENV)/encoders/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 open_clip_torch==3.3.0 timm==1.0.31 ftfy wcwidth regex
+	$(VENV)/encoders/bin/python -m pytest tests/encoders/test_open_clip_timm.py
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
