@@ -64,10 +64,10 @@ sbom: $(VENV)/.dev
 	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
 # Write the lock file with hashes for servers and sites, and the page of licences; needs a package index.
-lock: $(VENV)/.dev
+lock: $(VENV)/.dev test-encoders
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/python tools/lock.py
-	$(BIN)/python tools/licences.py
+	$(VENV)/encoders/bin/python tools/licences.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "fedvlm needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + "; call: make PYTHON=python3.12")'
