@@ -19,7 +19,8 @@ HEAD = """# Licences of what fedvlm stands on
 
 Made by `python tools/licences.py` from what each installed package says of itself: all that fedvlm
 needs, and all that its extras but `dev` and `docs` bring
-(`make test-encoders` creates an environment with all). Packages that only other systems need are not listed. The last column is the first that asks: fedvlm itself, or an extra.
+(`make test-encoders` creates an environment with all). Packages that only other systems need are not listed.
+The last column is the first that asks: fedvlm itself, or an extra.
 
 | package | version | licence | needs |
 |---|---|---|---|
