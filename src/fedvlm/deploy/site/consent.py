@@ -15,6 +15,7 @@ from typing import Any
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.messages import ReportedError, RequestRefused
 from fedvlm.deploy.operations import events
+from fedvlm.deploy.operations.security_log import Outcome, log_security
 from fedvlm.deploy.site.ledger import History, Ledger, PrivacyBudget
 from fedvlm.deploy.site.people import Person
 from fedvlm.deploy.site.policy import Policy, read_policy
@@ -45,8 +46,8 @@ def check_plan(spec: Mapping[str, Any], settings: Settings) -> None:
     """Refuse a training that is not part of the run it names: another seed, other settings, no candidate of tuning."""
     run = build(spec["run"]["identity"])
     methods = [run.method, *(trial.method for trial in make_candidates(run)[0] if run.tune)]
-    is_part = replace(settings, method=run.method, tune=run.tune) == run and settings.method in methods
-    if not is_part or spec["seed"] not in run.seeds:
+    is_part = replace(settings, method=run.method, tune=run.tune).identity() == run.identity()
+    if not (is_part and settings.method in methods and spec["seed"] in run.seeds):
         raise ReportedError("request", "the training is not part of the run that the request names")
 
 
@@ -190,6 +191,8 @@ def withdraw_consent(folder: Path, person: Person) -> str:
 
 def _write_answer(folder: Path, kind: str, person: Person, plan: str, **details: Any) -> None:
     Ledger(folder).add("consent", -1, kind=kind, plan=plan, by=person.name, role=person.role, **details)
+    outcome: Outcome = "allowed" if kind == "granted" else "refused"
+    log_security(folder, "consent", outcome, actor=person.name, target=f"plan {plan}", reason=kind)
     events.EventLog(folder)("consent", answer=kind, by=person.name, plan=plan[:MIN_HASH_CHARS])
 
 
@@ -225,7 +228,7 @@ def describe_request(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         **{key: run[key] for key in ("purpose", "contact", "trainings", "rounds")},
         **{"method": method.name, "does": method_sentence(method)},
-        "leaves": [f"{key} {' × '.join(map(str, value.shape))}" for key, value in upload.items()],
+        "leaves": {key: list(value.shape) for key, value in upload.items()},
         **{"bytes": count_bytes(upload), "secure": channel.secure, "scores": policy.score_detail},
         **{"samples": len(site_training.labels), "groups": site_training.n_groups},
         "privacy": describe_cost(budget, policy, site_training.upload_cost * run["rounds"], run["rounds"]),
@@ -249,7 +252,8 @@ def format_request(folder: Path, request: Request) -> list[tuple[str, str]]:
     """Return a request in plain words, by topic."""
     facts = request.facts
     groups = "the data do not say of how many patients" if facts["groups"] is None else f"{facts['groups']} patients"
-    upload = ", ".join(facts["leaves"]) or "nothing"
+    sizes = {name: " × ".join(map(str, shape)) or "1" for name, shape in facts["leaves"].items()}
+    upload = ", ".join(f"{name} ({size} numbers)" for name, size in sizes.items()) or "nothing"
     seen = "; the server sees only the sum with other sites" if facts["secure"] else ""
     scores = {"none": "no scores", "coarse": "rounded scores"}.get(facts["scores"], "exact scores")
     gains = [event for event in events.read_events(folder) if event["kind"] == "gained"]
@@ -258,7 +262,7 @@ def format_request(folder: Path, request: Request) -> list[tuple[str, str]]:
         ("Who asks", f"the server at {read_site(folder).address}; contact: {facts['contact']}"),
         ("What for", facts["purpose"]),
         ("Method", f"{facts['method']}. {facts['does']}"),
-        ("What leaves", f"{upload} ({facts['bytes']:,} bytes) in the first round{seen}; {scores}. No image leaves."),
+        ("What leaves", f"{upload}, {facts['bytes']:,} bytes in the first round{seen}; {scores}. No image leaves."),
         ("From", f"{facts['samples']} training samples ({groups})"),
         ("Privacy cost", facts["privacy"]),
         ("How long", f"{facts['rounds']} rounds in {trainings}; a consent ends after the days that you choose"),

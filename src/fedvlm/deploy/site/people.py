@@ -13,6 +13,7 @@ from time import sleep
 from typing import Any
 
 from fedvlm.data.table import to_nfc
+from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.errors import FedVLMError, SettingsError, join_names
 from fedvlm.storage.files import exclusive_lock, read_json, write_file
 
@@ -96,6 +97,7 @@ def authenticate(folder: Path, name: str, password: str) -> Person:
         made = _hash_secret(password, bytes.fromhex(entry["salt"]), entry["cost"]).hex()
         if hmac.compare_digest(made, entry["hash"]):
             return Person(name, entry["role"])
+        log_security(folder, "login", "refused", actor=name, reason="the name or its password or token is wrong")
         sleep(FAILURE_SECONDS)
     raise LoginError(f"the name {name[:MAX_NAME_CHARS]!r} or its password or token is wrong; try again")
 

@@ -41,6 +41,7 @@ from fedvlm.deploy.messages import (
     training_key,
 )
 from fedvlm.deploy.operations.events import EventLog, EventLogger
+from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.deploy.site.consent import (
     check_consent,
     check_consented_size,
@@ -154,6 +155,9 @@ class Site:
         header = {**{name: getattr(fields, name, None) for name in ECHOED_FIELDS}, "client": self.kit.name}
         reply = self.sign(Message({**header, "error": encode_error(error)}))
         direction: Direction = "refused" if isinstance(error, RequestRefused) else "out"
+        if direction == "refused":
+            target = f"{getattr(fields, 'kind', '')} {getattr(fields, 'training', '')}"
+            log_security(self.kit.folder, "request", "refused", actor="the server", target=target, reason=detail)
         return self._record_reply(direction, fields, reply, error=detail[-2000:])
 
     def _record_reply(self, direction: Direction, fields: Header | None, reply: Message, **details: Any) -> Message:
@@ -173,6 +177,8 @@ class Site:
         if monotonic() - self.last_unsigned_log >= UNSIGNED_LOG_SECONDS:
             self.last_unsigned_log = monotonic()
             self.ledger.add("dropped", -1, strangers=self.n_unsigned)
+            reason = "the server did not sign it"
+            log_security(self.kit.folder, "message", "refused", self.n_unsigned, actor="unknown", reason=reason)
             self.n_unsigned = 0
 
     def open_training(self, request: Message, policy: Policy) -> Message:
