@@ -27,6 +27,8 @@ from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.parts.bodies import adapts
 
+MAX_STATEMENT_CHARS = 500  # of `purpose` and of `contact`
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -59,6 +61,8 @@ class Settings:
     attack: Kind = "none"  # simulated attack by some clients
     attacker_fraction: float = 0.1  # of the training clients, drawn by seed
     attack_strength: float = 0.0  # 0: the default of the attack
+    purpose: str = ""  # what a deployed run is for, as its sites' people read it; only recorded
+    contact: str = ""  # whom they can ask; only recorded
     reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
     protocol_settings: dict[str, Any] = field(default_factory=dict)  # those that only the protocol has, as given
 
@@ -68,11 +72,16 @@ class Settings:
         own = {name: getattr(self, name) for name in names}
         return protocols.make_protocol(self.protocol, **own, **self.protocol_settings)
 
+    @property
+    def statement(self) -> dict[str, str]:
+        """Return what the people of a site read beside the settings; it decides no number."""
+        return {"purpose": self.purpose, "contact": self.contact}
+
     def identity(self) -> dict[str, Any]:
         """Return what decides the numbers; two runs of the same identity are the same run."""
         values = asdict(self)
         values |= values.pop("protocol_settings")
-        idle = ["workers", "access", "reproduces"]
+        idle = ["workers", "access", "reproduces", "purpose", "contact"]
         idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
@@ -152,6 +161,12 @@ def _check_combination(settings: Settings) -> Settings:
             f"centralised = true pools the samples of all clients, but {settings.method.name} adapts to every client; "
             "choose another method"
         )
+    for name, text in settings.statement.items():
+        if len(text) > MAX_STATEMENT_CHARS or not text.isprintable():
+            raise SettingsError(
+                f"{name} must be one line of at most {MAX_STATEMENT_CHARS} characters, got {len(text)}; shorten it "
+                "and leave out line breaks"
+            )
     _check_attack(settings)
     if settings.protocol == BaseToNew.name and settings.engine == "flower":
         raise SettingsError(
