@@ -118,7 +118,6 @@ class RoundRequest(Header):
     trains: bool
     version: Count
     held: Annotated[list[Count], Field(max_length=8)]
-    largest: PositiveCount = 1  # samples of the largest client, in a secure sum
 
 
 class SampleCounts(Fields):
@@ -145,7 +144,6 @@ class RoundReply(Header):
     """Hold the scores of a round beside its upload, which travels as arrays."""
 
     client: Text
-    masked: bool
     version: Count
     uploads: bool
     releases: Count
@@ -211,7 +209,7 @@ POLICY_REFUSALS = {
     "method": "the method is not allowed here",
     "clip": "channel.clip must be above 0 and at most {most:g}",
     "noise": "channel.noise_multiplier must be at least {least:g}",
-    "secure": "uploads leave this site in a secure sum only; set channel.secure",
+    "plain": "uploads leave this site in a verified sum only; set channel.verified",
     "consent": "nobody at this site has consented to training",
     "consent refused": "a person at this site has refused",
     "consent ended": "the consent given at this site has ended",

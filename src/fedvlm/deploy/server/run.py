@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedvlm.channel.pipeline import DecodedUploads
-from fedvlm.channel.settings import check_secagg, with_deployment_bound
+from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.kits import REFERENCE_FILE, ServerKit, read_server
@@ -196,7 +196,8 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
         )
-    check_secagg(settings.channel, settings.method)
+    if settings.channel.verified:
+        raise SettingsError("channel.verified is for simulations; leave it out of a deployed run")
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no images to take class names from; name the classes in the experiment, as [source] "
@@ -219,7 +220,7 @@ def describe_bound(settings: Settings) -> str:
             "changes above twice the round's median are shortened, and samples above four times the median do not "
             "count (channel.bound)"
         )
-    if channel.secure:
+    if channel.verified:
         return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
         return f"changes of a norm above {channel.bound} are refused (channel.bound)"
