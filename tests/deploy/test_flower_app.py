@@ -2,9 +2,11 @@
 
 import ast
 import os
+import socket
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -190,7 +192,7 @@ def test_nodes_with_their_own_data_give_what_one_process_gives(rows, experiment,
     ("overrides", "reason"),
     [
         ({"tune": ["lr"]}, "search of its own"),
-        ({"channel": {"secure": True}}, "fedvlm deploy"),
+        ({"channel": {"verified": True, "clip": 1.0}}, "fedvlm deploy"),
         ({"method": "pooled"}, "not federated"),
         ({"global_test": True}, "in one place"),
         ({"warm_start": "tofa"}, "warm_start"),
@@ -240,20 +242,24 @@ def test_the_app_imports_public_names_of_flower_only(experiment, tmp_path):
     assert all(name in import_module(module).__all__ for module, name in imported)
 
 
+def answers(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
 @pytest.mark.deployed
 @pytest.mark.slow
 def test_flwr_run_gives_the_numbers_of_a_run(experiment, tmp_path):
     """Flower's own SuperLink, three of its SuperNodes and `flwr run`, as they come: nothing of fedvlm's deployment."""
     settings = experiment({"name": "fedot", "rounds": 2, "lr": 1e-3})
     export_flower_app(settings, tmp_path / "app")
-    port, home = free_port(), tmp_path / "home"
+    home, running = tmp_path / "home", []
     home.mkdir()
-    (home / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
     bin = Path(sys.executable).parent
     source = str(Path(import_module("fedvlm").__file__).parents[1])
     env = {**os.environ, **QUIET_ENVIRONMENT, "FLWR_HOME": str(home), "PYTHONPATH": source}
     env |= {"PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    running = []
 
     def start(name, *words):
         with open(tmp_path / f"{name}.log", "wb") as log:
@@ -268,17 +274,21 @@ def test_flwr_run_gives_the_numbers_of_a_run(experiment, tmp_path):
         return done.stdout + done.stderr
 
     try:
-        start("link", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
+        for _ in range(3):  # another program may take the port meanwhile
+            port = free_port()
+            start("link", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
+            while running[-1].poll() is None and not answers(port):
+                sleep(0.2)
+            if running[-1].poll() is None:
+                break
+        (home / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
         for number in range(3):
             own = ["--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1", "--port", str(free_port())]
             config = ["--node-config", f"partition-id={number} num-partitions=3"]
             start(f"node{number}", "flower-supernode", "--insecure", *own, *config)
         out = tmp_path / "out"
-        end = monotonic() + 60
-        while monotonic() < end and "Successfully" not in flwr(
-            "run", "app", "here", "--run-config", f'out="{out}" min-nodes=3'
-        ):
-            sleep(1)
+        told = flwr("run", "app", "here", "--run-config", f'out="{out}" min-nodes=3')
+        assert "Successfully started run" in told
         end = monotonic() + 200
         while monotonic() < end and not (out / "result.json").exists():
             sleep(1)

@@ -55,9 +55,9 @@ Exchange = Callable[[Mapping[int, Message]], Mapping[int, Message | str]]  # req
 
 def check_exportable(settings: Settings) -> None:
     """Refuse what an app on somebody else's federation cannot run."""
-    if settings.channel.secure:
+    if settings.channel.verified:
         raise SettingsError(
-            "channel.secure needs fedvlm's own server and sites, where each checks the others' keys; leave it out, or "
+            "channel.verified needs fedvlm's own server and sites, which check each other's keys; leave it out, or "
             "use fedvlm deploy"
         )
     if settings.tune:
