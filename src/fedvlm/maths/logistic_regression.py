@@ -281,7 +281,9 @@ def within_radius(point: Tensor, anchor: Tensor, ridge: float) -> Tensor:
     At a minimiser ridge/2 · |W - W_anchor|² is at most the loss at the anchor, of which MAX_SAMPLE_LOSS is a bound.
     """
     change = point - anchor
-    return anchor + change * ((2 * MAX_SAMPLE_LOSS / ridge) ** 0.5 / change.norm().clamp(min=1e-30)).clamp(max=1)
+    radius = (2 * MAX_SAMPLE_LOSS / ridge) ** 0.5
+    bounded: Tensor = anchor + change * (radius / change.norm().clamp(min=1e-30)).clamp(max=1)
+    return bounded
 
 
 def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: float, curvature: float) -> Tensor:

@@ -168,3 +168,16 @@ def take_server_step(shared: Tensors, total: Tensors, gram: Tensor, anchor: Tens
     loss, gradient = total["totals"][0] / n_samples, total["gradient"] / n_samples
     state = load_state(OPTIMISER, QuasiNewtonState, shared)
     return optimiser_tensors(take_quasi_newton_step(state, loss, gradient, mean, anchor.double(), ridge))
+
+
+def gaussian_part(gaussian: Tensor) -> Tensors:
+    """Return the head of the Gaussian classes, if all classes have statistics."""
+    has_all_classes = (gaussian[:, -1] > gaussian_classes.ABSENT_CLASS_LOGIT).all()
+    return {"gaussian": gaussian} if has_all_classes else {}
+
+
+def heads_to_mix(sent: Tensors, anchor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return candidates for the shared regression, the anchor last, and the heads that each of them is mixed with."""
+    mean = Head(sent["weight"], sent["bias"]).joined()[None]
+    fixed = [anchor[None]] * bool(anchor.any()) + [sent[key][None] for key in ("gaussian",) if key in sent]
+    return torch.cat([sent["candidates"], mean, anchor[None]]), torch.cat([mean[:0], *fixed])
