@@ -10,7 +10,7 @@ import torch
 
 from fedvlm.classifier.personalised import Personalised, unseen_classifier
 from fedvlm.data.clients import Clients
-from fedvlm.data.table import EmbeddedTable
+from fedvlm.data.table import EmbeddedTable, relabel
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import make_client
 from fedvlm.errors import DataError, SettingsError, unknown_name
@@ -103,7 +103,7 @@ def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
         if name not in classes:
             raise unknown_name("class of the run", name, classes)
     number = np.array([classes.index(name) for name in rows.classes])
-    return replace(rows, classes=classes, labels=number[rows.labels])
+    return replace(rows, classes=classes, labels=relabel(rows.labels, number))
 
 
 def prepare_joiner(run: Record, rows: EmbeddedTable, id: str, common: Personalised, train_fraction: float) -> Prepared:

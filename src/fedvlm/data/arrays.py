@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.table import (
+    UNLABELLED,
     EmbeddedTable,
     check_class_names,
     check_scale,
@@ -32,23 +33,30 @@ def are_arrays(clients: Any) -> bool:
 
 
 def from_arrays(
-    clients: Mapping[str, tuple[Any, Any]],
+    clients: Mapping[str, Sequence[Any]],
     classes: Sequence[str] | None = None,
     text: Any = None,
     scale: float = 100.0,
 ) -> EmbeddedTable:
     """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 
+    A third array of a client are embeddings of its samples without a label.
     `text` (classes, dim) are embeddings of the class names, if there is a text tower, and `scale` its logit scale.
     """
     for id, pair in clients.items():
-        if len(pair) != 2:
-            raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give the pair (x, y)")
-    pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair) for id, pair in clients.items()}
+        if len(pair) not in (2, 3):
+            raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give (x, y), or (x, y, unlabelled_x)")
+    pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair[:2]) for id, pair in clients.items()}
+    unlabelled = {
+        str(id): _check_matrix(f"client {str(id)!r}, unlabelled", arrays[2])
+        for id, arrays in clients.items()
+        if len(arrays) == 3 and len(arrays[2])
+    }
     labels_by_client = {id: y for id, (_, y) in pairs.items()}
     if classes is None:  # otherwise numbers and names both refer to them
         _check_same_kind(labels_by_client)
     dims = {id: x.shape[1] for id, (x, _) in pairs.items()}
+    dims |= {f"{id}, unlabelled": x.shape[1] for id, x in unlabelled.items()}
     if len(set(dims.values())) > 1:
         raise DataError(f"the clients' embeddings are of unequal length, {dims}; use one encoder")
     dim = next(iter(dims.values()))
@@ -59,8 +67,11 @@ def from_arrays(
     if text_vectors is not None and len(text_vectors) != len(class_names):
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
     labels = np.concatenate([label_ids(f"client {id!r}", y, class_names) for id, y in labels_by_client.items()])
-    x = torch.cat([x for x, _ in pairs.values()])
-    owners = string_column([id for id, y in labels_by_client.items() for _ in y], len(x))
+    x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
+    labels = np.concatenate([labels, np.full(len(x) - len(labels), UNLABELLED)])
+    owners = string_column(
+        [id for part in (labels_by_client, unlabelled) for id, rows in part.items() for _ in rows], len(x)
+    )
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
@@ -81,10 +92,15 @@ def from_arrays(
     )
 
 
-def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
+def _check_matrix(context: str, x: Any) -> Tensor:
     values = _tensor(context, x)
     if values.ndim != 2:
         raise DataError(f"{context} has embeddings of shape {tuple(values.shape)}; it takes (samples, dim)")
+    return _unit(context, values)
+
+
+def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
+    values = _check_matrix(context, x)
     labels = check_labels(context, y)
     if labels.shape != (len(values),):
         raise DataError(
@@ -92,7 +108,7 @@ def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
         )
     if not len(values):
         raise DataError(f"{context} has no samples; give it some, or leave it out")
-    return _unit(context, values), labels
+    return values, labels
 
 
 def _tensor(context: str, values: Any) -> Tensor:

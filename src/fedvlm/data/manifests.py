@@ -18,7 +18,7 @@ OPTIONAL_COLUMNS = ("client", "domain", "split", "group")
 def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dataset:
     """A CSV or Parquet file with the columns path and label, and any of client, domain, split, group.
 
-    Paths are relative to the manifest's folder and stay below it.
+    Paths are relative to the manifest's folder and stay below it. An image with an empty label has none.
     """
     file = Path(path)
     if not file.is_file():

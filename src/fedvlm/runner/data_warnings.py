@@ -51,6 +51,14 @@ def _single_client_classes(samples: EmbeddedTable, classes_of: Mapping[str, set[
     return messages
 
 
+def unlabelled_warnings(method: Method, partition: Partition) -> list[str]:
+    """Return a message if a method ignores samples without a label."""
+    count = sum(len(client.unlabelled) for client in partition.clients.values())
+    if not count or method.traits.training.unlabelled:
+        return []
+    return [f'{method.name} ignores the {count} samples without a label; method = "auto" learns from them']
+
+
 def suppressed_warnings(
     method: Method | None, clients: Mapping[str, Any], labels: NDArray[np.int64], n_classes: int
 ) -> list[str]:

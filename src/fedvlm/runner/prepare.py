@@ -20,7 +20,7 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
 from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
-from fedvlm.data.table import EmbeddedTable, rank_digests
+from fedvlm.data.table import UNLABELLED, EmbeddedTable, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
 from fedvlm.engines.placement import with_device
@@ -144,7 +144,7 @@ class Prepared:
             **{**vars(terms), "method": with_device(terms.method, self.settings.device)},
             x=self.rows.view(self.settings.method.traits.needs),
             y=torch.from_numpy(self.rows.labels),
-            members=members,
+            members=with_test_samples(members) if self.settings.transductive else members,
             reference=reference,
             texts=texts,
             details=True,
@@ -231,6 +231,14 @@ def with_calibration(clients: Clients) -> Clients:
     return clients if clients.calibration_ratio is not None else replace(clients, calibration_ratio=CALIBRATION_RATIO)
 
 
+def with_test_samples(members: Mapping[str, ClientSplit]) -> dict[str, ClientSplit]:
+    """Return the clients with their test samples also as samples without a label."""
+    return {
+        id: replace(member, unlabelled=np.sort(np.concatenate([member.unlabelled, member.test])))
+        for id, member in members.items()
+    }
+
+
 def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
     """Return one client with the training and validation samples of all, and no test samples."""
     train, validation = (
@@ -249,7 +257,8 @@ def prepare_client(
     settings: Settings, rows: EmbeddedTable, id: str, seed: int, frozen: Frozen | None = None
 ) -> Prepared:
     """Prepare a single client, whose samples need not be of every class."""
-    present, labels = np.unique(rows.labels, return_inverse=True)
+    present = np.unique(rows.labels[rows.labels >= 0])
+    labels = np.where(rows.labels < 0, UNLABELLED, np.searchsorted(present, rows.labels))
     classes = tuple(rows.classes[i] for i in present)
     client_column = np.full(len(labels), id)
     table = SampleList(classes, labels, rows.domains, client_column, rows.splits, rows.content, rows.groups)
@@ -305,7 +314,7 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
         )
     if len(rows.classes) < 2:
         raise DataError(f"there is only one class, {rows.classes[0]!r}; a classifier needs at least two")
-    outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < len(rows.classes)]
+    outside = [i for i in np.unique(rows.labels).tolist() if not UNLABELLED <= i < len(rows.classes)]
     if outside:
         raise DataError(
             f"label {outside[0]} must be from 0 to {len(rows.classes) - 1}, as there are {len(rows.classes)} classes; "

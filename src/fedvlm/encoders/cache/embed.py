@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import Dataset, Digests, EmbeddedTable
+from fedvlm.data.table import UNLABELLED, Dataset, Digests, EmbeddedTable
 from fedvlm.encoders import BATCH, Batching, Encoder, Vectors, fingerprint
 from fedvlm.encoders.cache import Entry, cache_directory, find_entry, lock_entry
 from fedvlm.encoders.cache.rows import Claims, RowFile
@@ -101,9 +101,9 @@ class DatasetImages:
         fine = [bool(d) and d not in self._undecoded for d in self.digests]
         rows = np.flatnonzero(np.array(fine))
         lost_classes = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
-        if lost_classes.size:
+        if lost_classes.max(initial=UNLABELLED) > UNLABELLED:
             raise DataError(
-                f"no image of class {self._dataset.classes[int(lost_classes[0])]!r} of "
+                f"no image of class {self._dataset.classes[int(lost_classes[-1])]!r} of "
                 f"{self._dataset.name} can be read; replace the images or remove the class"
             )
         return rows
