@@ -33,6 +33,11 @@ SITE_PATHS = frozenset(
 )
 FORBIDDEN, UNAUTHORIZED = 403, 401
 TOO_LARGE = 413
+REFUSAL_REASONS = {
+    FORBIDDEN: "not open to outsiders",
+    UNAUTHORIZED: "not signed by the key of an admitted site",
+    TOO_LARGE: "too large",
+}
 MAX_CALL_BYTES = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
 HOLD_SECONDS = 4.0  # that a site's request for messages waits for one, so that it need not ask many times a second
 Scope = Mapping[str, Any]
@@ -141,8 +146,14 @@ class NewMessages:
 class AccessMiddleware:
     """Wrap an ASGI application; the body of a refused call is not read."""
 
-    def __init__(self, app: Any, is_signed: Callable[[Scope], bool], new_messages: NewMessages) -> None:
-        self.app, self.is_signed, self.new_messages = app, is_signed, new_messages
+    def __init__(
+        self,
+        app: Any,
+        is_signed: Callable[[Scope], bool],
+        new_messages: NewMessages,
+        log_refusal: Callable[[str, str, str], None] = lambda source, target, reason: None,
+    ) -> None:
+        self.app, self.is_signed, self.new_messages, self.log_refusal = app, is_signed, new_messages, log_refusal
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -150,6 +161,7 @@ class AccessMiddleware:
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
         elif status := self.refusal_status(scope):
+            self.log_refusal(str((scope.get("client") or ["?"])[0]), scope["path"], REFUSAL_REASONS[status])
             headers = [(b"content-length", b"0"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})

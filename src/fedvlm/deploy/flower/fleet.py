@@ -18,7 +18,6 @@ from typing import Any
 
 from fedvlm.deploy.identity.keys import Signer
 from fedvlm.engines.flower import import_flower
-from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.messages import Message, from_records, read_context_state, to_records
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.files import write_file
@@ -302,21 +301,17 @@ def make_reply(message: Any, contexts: dict[int, Any], answer: Answer, log_text:
     while len(contexts) > MAX_CONTEXTS:
         contexts.pop(next(iter(contexts)))
 
-    def handle(message: Any, context: Any) -> Any:
-        state = read_context_state(context, "the state of this site")
-        hidden = flower_secure.unwrap_request(message.content)
-        request = hidden or from_records(message.content, "the request")
-        try:
-            reply, after = answer(request, state)
-        except Exception as error:
-            with suppress(Exception):  # also if nobody reads what the site says
-                log_text(f"a request was not answered ({type(error).__name__}: {error})")
-            raise FederationError(ANSWER_FAILED) from error
-        context.state = to_records(after)
-        return app.Message(flower_secure.wrap_reply(reply, hidden is not None), reply_to=message)
-
+    context = contexts[run]
     try:
-        return flower_secure.mask_upload(message, contexts[run], handle)
+        state = read_context_state(context, "the state of this site")
+        request = from_records(message.content, "the request")
+    except FederationError as error:
+        return app.Message(app.Error(APP_ERROR_CODE, str(error)), reply_to=message)
+    try:
+        reply, after = answer(request, state)
+        context.state = to_records(after)
+        return app.Message(to_records(reply), reply_to=message)
     except Exception as error:
-        reason = str(error) if isinstance(error, FederationError) else ANSWER_FAILED
-        return app.Message(app.Error(APP_ERROR_CODE, reason), reply_to=message)
+        with suppress(Exception):  # also if nobody reads what the site says
+            log_text(f"a request was not answered ({type(error).__name__}: {error})")
+        return app.Message(app.Error(APP_ERROR_CODE, ANSWER_FAILED), reply_to=message)

@@ -20,6 +20,7 @@ from typing import Any
 from fedvlm.deploy.flower.access import AccessMiddleware, NewMessages, Scope, SiteKeys
 from fedvlm.deploy.flower.fleet import HEARTBEAT_INTERVAL_SECONDS, deflate_message, object_ids
 from fedvlm.deploy.kits import RUN_REQUEST_FILE, RUN_STATES_FILE, STOP_FILE
+from fedvlm.deploy.operations.security_log import RefusalLog
 from fedvlm.engines import flower as api
 from fedvlm.engines.flower import import_flower
 from fedvlm.errors import FedVLMError
@@ -46,7 +47,10 @@ def create_superlink(folder: Path) -> Any:
 def guard_superlink(app: Any, folder: Path, new_messages: NewMessages) -> Any:
     """Put the app behind the access control of this folder."""
     app.add_middleware(
-        AccessMiddleware, is_signed=SiteKeys(folder, register_node, deactivate_node), new_messages=new_messages
+        AccessMiddleware,
+        is_signed=SiteKeys(folder, register_node, deactivate_node),
+        new_messages=new_messages,
+        log_refusal=RefusalLog(folder),
     )
     return app
 
@@ -102,7 +106,7 @@ class RunStarter(Thread):
         while True:
             sleep(LOOK_SECONDS)
             try:
-                if (id := self._requested()) != self.last_request:
+                if (id := self._requested()) not in ("", self.last_request):
                     self._begin(id, spare)
                     spare = None
                     self.last_request = id

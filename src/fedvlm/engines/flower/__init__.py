@@ -18,14 +18,8 @@ QUIET_ENVIRONMENT = {
 }
 PUBLIC_NAMES = {  # `api.NAME` is that of this module of Flower
     "ClientApp": "flwr.clientapp",
-    "FitIns": "flwr.common",
     "Grid": "flwr.serverapp",
-    "LegacyContext": "flwr.server",
-    "Parameters": "flwr.common",
-    "SecAggPlusWorkflow": "flwr.server.workflow",
     "ServerApp": "flwr.serverapp",
-    "parameters_to_ndarrays": "flwr.common",
-    "secaggplus_mod": "flwr.client.mod",
 }
 INTERNAL_NAMES = {  # (module, name) that deploy/flower calls, and why; none is replaced
     ("flwr.common.serde", "message_to_proto"): "writes the header of a site's reply",
