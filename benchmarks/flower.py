@@ -264,7 +264,7 @@ def run_fedvlm(folder: Path, rounds: int) -> list[float]:
         processes = [child for tree in trees for child in (tree, *tree.children(recursive=True))]
         memory = [process.memory_full_info().pss / 1e6 for process in processes]
         report(
-            f"{len(SITES)} sites: first line after {first_line[0]:.2f} s, {len(processes)} processes, {sum(memory):.0f} MB",
+            f"first line after {first_line[0]:.2f} s, {len(processes)} processes, {sum(memory):.0f} MB",
             f"fedvlm, {len(SITES)} sites",
             **{"first line s": first_line[0], "processes": len(processes), "MB": sum(memory)},
         )
