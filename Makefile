@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 PARALLEL_PYTEST := $(PYTEST) -n $(WORKERS)
 
-.PHONY: demo test test-all test-long browser check bench docs tables sbom lock clean
+.PHONY: demo test test-all test-encoders test-long browser check bench docs tables sbom lock clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -22,6 +22,14 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev browser
 	$(PARALLEL_PYTEST) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
+
+# open_clip and timm need torchvision, which has no build for the CPU-only torch of this environment: they get an
+# environment of their own, which sees the packages of this one.
+test-encoders: $(VENV)/.dev
+	$(BIN)/python -m venv $(VENV)/encoders
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(VENV)/encoders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(VENV)/encoders/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 open_clip_torch==3.3.0 timm==1.0.31 ftfy wcwidth regex
+	$(VENV)/encoders/bin/python -m pytest tests/encoders/test_open_clip_timm.py
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
@@ -56,10 +64,10 @@ sbom: $(VENV)/.dev
 	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
 # Write the lock file with hashes for servers and sites, and the page of licences; needs a package index.
-lock: $(VENV)/.dev
+lock: $(VENV)/.dev test-encoders
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/python tools/lock.py
-	$(BIN)/python tools/licences.py
+	$(VENV)/encoders/bin/python tools/licences.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "fedvlm needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + "; call: make PYTHON=python3.12")'

@@ -13,7 +13,7 @@ from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
 from fedvlm.cli.deploy import ledger
 from fedvlm.cli.enrolment import deploy_app
 from fedvlm.cli.options import SectionedGroup, examples
-from fedvlm.cli.results import audit, compare, explain, list_, plot, report, resume, verify
+from fedvlm.cli.results import audit, compare, explain, export_data, list_, plot, report, resume, verify
 from fedvlm.cli.run import demo, reproduce, run
 
 typer.core.HAS_RICH = False  # else typer escapes brackets for rich, although this help is plain
@@ -68,6 +68,7 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
         plot: ("fedvlm plot runs/demo/shift/0-fedot", "fedvlm plot runs/a runs/b --kind rounds --output rounds.svg"),
         explain: ("fedvlm explain runs/prompts --image dog.jpg --class dog", "fedvlm explain runs/prompts --prompts"),
         audit: ("fedvlm audit runs/images/fedot-images-1a2b3c4d --save",),
+        export_data: ("fedvlm export-data runs/images/auto-images-1a2b3c4d --format csv",),
         verify: ("fedvlm verify runs/images/fedot-images-1a2b3c4d", "fedvlm verify cache"),
     },
     "Classifiers": {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.errors import FederationError
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import (
     Evaluations,
@@ -88,15 +89,32 @@ def local_statistics(sent: Tensors, client: Client, min_samples: int) -> Tensors
     return {"gradient": torch.where(has_enough, gradient, 0.0), "totals": torch.where(has_enough, totals, 0.0)}
 
 
-def class_statistics(client: Client, n_classes: int, min_samples: int) -> Tensors:
-    """Return class sums; samples of small classes form one unnamed class, if they are enough together."""
+def class_statistics(client: Client, n_classes: int, min_samples: int, sent: Tensors) -> Tensors:
+    """Return class sums; samples of small classes form one unnamed class, if they are enough together.
+
+    In a verified sum only of open classes, and of few samples only the diagonal of second moments.
+    """
     is_small = gaussian_classes.class_membership(client.y, n_classes).sum(0) < min_samples
     rest = is_small[client.y.clamp(min=0)] & (client.y >= 0)
     has_enough = rest.sum() >= min_samples
     y = torch.where(rest, torch.where(has_enough, n_classes, -1), client.y)
+    if "open" in sent:
+        y = gaussian_classes.suppress_closed_classes(y, torch.cat([sent["open"], sent["open rest"][None]]) > 0)
     x = torch.where((y >= 0)[:, None], client.x, 0.0)
     counts, sums, _ = gaussian_classes.class_sums(x, y, n_classes + 1)
-    return {"counts": counts.float(), "sums": sums.float(), "gram": packed_gram(replace(client, y=y), 1)}
+    gram = packed_gram(replace(client, y=y), 1)
+    if "diagonal" in sent:
+        gram = gaussian_classes.diagonal_of(gram, x.shape[1] + 1)
+    key = "gram diagonal" if "diagonal" in sent else "gram"
+    return {"counts": counts.float(), "sums": sums.float(), key: gram}
+
+
+def total_gram(total: Tensors) -> Tensor:
+    """Return the packed Σ x xᵀ over all clients, with a last coordinate of 1."""
+    if "gram" in total:
+        return total["gram"]
+    sums = torch.cat([total["sums"], total["counts"][:, None]], dim=1)
+    return gaussian_classes.gram_from_diagonal(total["gram diagonal"], total["counts"], sums)
 
 
 def packed_gram(client: Client, min_samples: int) -> Tensor:
@@ -105,6 +123,15 @@ def packed_gram(client: Client, min_samples: int) -> Tensor:
     x = torch.where(real[:, None], client.x.double(), 0.0)
     x = torch.cat([x, real.double()[:, None]], dim=1)
     return torch.where(real.sum() >= min_samples, gaussian_classes.pack(x.mT @ x), 0.0).float()
+
+
+def check_norms(name: str, heads: Tensor, limit: float) -> None:
+    """Refuse heads (..., classes, dim) with a class whose weights are longer than an honest one's."""
+    if not (norm := float(heads.norm(dim=-1).max())) <= limit:
+        raise FederationError(
+            f"{name}: the verified sum leads to a head of norm {norm:.4g}, above the limit of {limit:g}; a member's "
+            "upload was damaged or forged, and the round is void"
+        )
 
 
 def sum_uploads(uploads: Sequence[Tensors]) -> Tensors:

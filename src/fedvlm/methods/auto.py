@@ -25,6 +25,8 @@ from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
+MAX_HEAD_NORM = 256.0  # of a class's weights less the anchor's, in a verified sum (tools/verified_bounds.py)
+MAX_NORM_PER_CLASS = 24.0  # times the number of classes: the same without text, where the curvature is 1 / classes
 KNOWN = "known "  # prefix of the server's tensors about points that clients have evaluated
 
 
@@ -76,7 +78,7 @@ class Auto(StatisticsSettings):
         sums = [_logistic.local_statistics(head, client, self.min_class_samples) for head in heads]
         upload = {key: torch.stack([head_sums[key] for head_sums in sums]) for key in sums[0]}
         if "points" not in sent:
-            upload |= _logistic.class_statistics(client, len(frozen.classes), self.min_class_samples)
+            upload |= _logistic.class_statistics(client, len(frozen.classes), self.min_class_samples, sent)
         return upload, local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
@@ -86,14 +88,22 @@ class Auto(StatisticsSettings):
             heads = heads_to_mix(sent, state.anchor)
             return _logistic.head_tensors(head_mixing.average_mixes(*heads, total["mix losses"]))
         if "counts" in total:
-            moments = gaussian_classes.pooled_moments(total["counts"], total["sums"], total["gram"])
+            gram = _logistic.total_gram(total)
+            moments = gaussian_classes.pooled_moments(total["counts"], total["sums"], gram)
             rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
-            state = state._replace(gram=total["gram"].float(), gaussian=Head(rule.weight, rule.bias).joined().float())
+            state = state._replace(gram=gram.float(), gaussian=Head(rule.weight, rule.bias).joined().float())
         known = _logistic.add_evaluations(load_state(KNOWN, Evaluations, shared), state.points, total)
         mean = torch.einsum("p,pcd->cd", (-known.val_losses).softmax(0), known.points)
         gram = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1])
         state = state._replace(round=state.round + 1, points=path_points(known, gram, state.anchor.double()).float())
         return {**_logistic.head_tensors(mean), **save_state(SERVER, state), **save_state(KNOWN, known)}
+
+    def check_state(self, before: Tensors, after: Tensors, members: int) -> None:
+        """Refuse heads so steep that their gradient is that of a few samples."""
+        if _logistic.is_server_state(after):
+            state = load_state(SERVER, ServerState, after)
+            limit = MAX_HEAD_NORM if state.anchor.any() else MAX_NORM_PER_CLASS * len(state.anchor)
+            _logistic.check_norms(self.name, state.points - state.anchor, limit)
 
     def covered_classes(self, upload: Tensors) -> Tensor:
         """Return (classes,) True where the upload depends on the class: by statistics, or by a gradient."""

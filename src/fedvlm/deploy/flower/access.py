@@ -45,6 +45,13 @@ SITE_PATHS = frozenset(
 )
 FORBIDDEN, UNAUTHORIZED = 403, 401  # Flower's SuperNode ends at once when it is told the second
 NOT_FOUND, LENGTH_REQUIRED, TOO_LARGE, UNAVAILABLE = 404, 411, 413, 503
+REFUSAL_REASONS = {
+    FORBIDDEN: "not open to outsiders",
+    UNAUTHORIZED: "not signed by the key of an admitted site",
+    LENGTH_REQUIRED: "of unknown length",
+    TOO_LARGE: "too large",
+    UNAVAILABLE: "too much at once",
+}
 OBJECT_PATH = "/v1/fleet/push-object"
 MAX_OBJECT_BYTES = 64 << 20  # bytes of a call with an object: Flower sends arrays in pieces of 5 MB
 MAX_CALL_BYTES = 1 << 20  # bytes of any other call; of a message that is a list of 14,000 objects
@@ -153,8 +160,14 @@ def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
 class AccessMiddleware:
     """Wrap an ASGI application; the body of a refused call is not read."""
 
-    def __init__(self, app: Any, token: str, is_signed: Callable[[Scope], bool] = lambda scope: False) -> None:
-        self.app, self.token, self.is_signed = app, token.encode(), is_signed
+    def __init__(
+        self,
+        app: Any,
+        token: str,
+        is_signed: Callable[[Scope], bool] = lambda scope: False,
+        log_refusal: Callable[[str, str, str], None] = lambda source, target, reason: None,
+    ) -> None:
+        self.app, self.token, self.is_signed, self.log_refusal = app, token.encode(), is_signed, log_refusal
         self.bytes_by_key: Counter[bytes] = Counter()  # of calls that are being read and answered
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
@@ -163,6 +176,7 @@ class AccessMiddleware:
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
         elif status := self.refusal_status(scope):
+            self.log_refusal(str((scope.get("client") or ["?"])[0]), scope["path"], REFUSAL_REASONS[status])
             headers = [(b"content-length", b"0"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})
