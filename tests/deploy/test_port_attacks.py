@@ -5,7 +5,7 @@ import socket
 import ssl
 import sys
 from base64 import b64encode
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import Event, Thread
 from time import monotonic, sleep
 
@@ -34,7 +34,7 @@ class Attackers:
     """Threads that repeat an attack until they are stopped, from an address of their own and from that of the sites."""
 
     def __init__(self, federation):
-        self.kit, self.stop, self.count, self.too_large = federation.kit, Event(), 0, 0
+        self.kit, self.stop, self.count = federation.kit, Event(), 0
         self.key = (federation.site("photo") / "key").read_bytes()
         attacks = (self.endless, self.large_headers, self.long_path, self.half_headers, self.no_tls, self.slow_body)
         attacks = (*attacks, self.large_message, self.many_calls)
@@ -54,7 +54,12 @@ class Attackers:
 
     def connect(self, source):
         context = ssl.create_default_context(cafile=str(self.kit.folder / "ca.crt"))
-        return context.wrap_socket(self.plain(source), server_hostname="127.0.0.1")
+        plain = self.plain(source)
+        try:
+            return context.wrap_socket(plain, server_hostname="127.0.0.1")
+        except OSError:
+            plain.close()
+            raise
 
     def send(self, source, data):
         with self.connect(source) as caller:
@@ -74,19 +79,19 @@ class Attackers:
         self.send(source, b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
 
     def half_headers(self, source):
-        callers = [self.connect(source) for _ in range(100)]
-        for caller in callers:
-            with suppress(OSError):
-                caller.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nX: ")
-        self.stop.wait(5)
-        for caller in callers:
-            caller.close()
+        with ExitStack() as callers:
+            for _ in range(100):
+                with suppress(OSError):
+                    caller = callers.enter_context(self.connect(source))
+                    caller.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nX: ")
+            self.stop.wait(5)
 
     def no_tls(self, source):
-        callers = [self.plain(source) for _ in range(100)]
-        self.stop.wait(5)
-        for caller in callers:
-            caller.close()
+        with ExitStack() as callers:
+            for _ in range(100):
+                with suppress(OSError):
+                    callers.enter_context(self.plain(source))
+            self.stop.wait(5)
 
     def many_calls(self, source):
         self.send(source, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
@@ -112,7 +117,7 @@ class Attackers:
     def large_message(self, source):
         """As long as a message of 300,000 empty tensors is as a list of Flower's objects."""
         head = self.signed("/v1/fleet/push-messages", 21 * MEGABYTE).encode() + b"\r\n"
-        self.too_large += b" 413 " in self.send(source, head + os.urandom(1000))
+        return self.send(source, head + os.urandom(1000))
 
 
 def test_a_run_goes_on_while_the_port_is_attacked(federation, tmp_path):
@@ -123,6 +128,7 @@ def test_a_run_goes_on_while_the_port_is_attacked(federation, tmp_path):
     run_over_sites(federation.kit, settings, tmp_path / "before")
     memory, logged, most = server.memory_info().rss, log.stat().st_size, 0
     attackers = Attackers(federation)
+    assert b" 413 " in attackers.large_message("127.0.0.2")
     for thread in attackers.threads:
         thread.start()
     end, runs = monotonic() + SECONDS, 0
@@ -138,5 +144,5 @@ def test_a_run_goes_on_while_the_port_is_attacked(federation, tmp_path):
     grown = (most - memory) >> 20, (log.stat().st_size - logged) >> 10
     summary = f"{runs} runs, {attackers.count} attacks, memory +{grown[0]} MB, log +{grown[1]} kB"
     sys.stderr.write(summary + "\n")
-    assert runs >= 2 and attackers.count > 200 and attackers.too_large > 5, summary
+    assert runs >= 2 and attackers.count > 200, summary
     assert grown[0] < 400 and grown[1] < 100, summary
