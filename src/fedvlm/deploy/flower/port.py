@@ -5,16 +5,19 @@ calls. An address has a few pending connections; one more ends the oldest of the
 the address, as behind a proxy.
 """
 
+import os
 import socket
 from asyncio import TimerHandle, Transport
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedvlm.deploy.flower.access import ADMIT_EXTENSION
+from fedvlm.deploy.identity.keys import read_passphrase
 
 MAX_HEADER_BYTES = 16 << 10
 HEADER_SECONDS = 10.0  # seconds from the first byte of a call, or from the connection, to the end of the header
@@ -129,6 +132,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def create_server(app: Any, host: str, port: int, **options: Any) -> tuple[uvicorn.Server, BoundedListener]:
     """Return a server within the bounds and its socket; strangers write no line to its log."""
+    if b"ENCRYPTED" in Path(options.get("ssl_keyfile", os.devnull)).read_bytes():
+        options["ssl_keyfile_password"] = read_passphrase(options["ssl_keyfile"]).decode()
     bounds = {"http": BoundedProtocol, "loop": "asyncio", "ws": "none", "access_log": False, "log_level": "error"}
     listener = BoundedListener(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
