@@ -8,7 +8,7 @@ import pytest
 
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.operations.events import EventLog
-from fedvlm.deploy.operations.live_page import create_app, live_page, live_view, prometheus_metrics
+from fedvlm.deploy.operations.live_page import create_app, live_page, live_view
 from fedvlm.deploy.site import ledger as ledger_module
 from fedvlm.deploy.site import people
 from fedvlm.deploy.site.consent import waiting_requests
@@ -67,14 +67,6 @@ def test_lights_follow_the_run(place):
     place.run(out="second")
     lights = {light["text"].split(":")[0]: light["state"] for light in live_view(place.kit.folder)["lights"]}
     assert lights["photo"] == "missing" and lights["art"] == "answers"
-
-
-def test_metrics_have_the_numbers_of_the_status(place):
-    place.run()
-    text = prometheus_metrics(place.kit.folder)
-    assert "\nfedvlm_round 3\n" in text and 'fedvlm_site_answers{site="art"} 1' in text
-    state = call_page(place.site("art"), "/state").json()
-    assert f"\nfedvlm_bytes_out {state['bytes out']}\n" in prometheus_metrics(place.site("art"))
 
 
 def test_a_run_that_ended_leads_to_its_report(place):
