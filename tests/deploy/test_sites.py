@@ -232,7 +232,7 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
     for overrides, error in (
         ({"smoke": True}, "smoke"),
         ({"source": {}}, "name the classes in the experiment"),
-        ({"channel": {"verified": True}, "method": "tofa"}, "channel.verified"),
+        ({"channel": {"verified": True}, "method": "tofa", "selection": "validation"}, "selection"),
     ):
         with pytest.raises(SettingsError, match=error):
             check_deployable(place.kit, place.settings(**{"method": METHOD, **overrides}))

@@ -258,3 +258,24 @@ class Verifier:
                 f"the message is not signed by {signer} of this federation; do both folders come from the same `fedvlm "
                 "deploy init`?"
             ) from error
+
+
+def sign_bytes(signer: Signer, data: bytes) -> bytes:
+    """Sign bytes that name their purpose at their beginning."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return bytes(signer.key.sign(data, ec.ECDSA(hashes.SHA256())))
+
+
+def verify_bytes(public_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Tell whether the holder of a public key signed these bytes."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        load_public_key(public_key).verify(signature, data, ec.ECDSA(hashes.SHA256()))
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -48,6 +48,12 @@ class SiteOpening:
     header: Mapping[str, Any]
     first: Tensors  # shared tensors as it would start from them
     text: Tensor | None
+    descriptions: Tensor | None = None
+
+    @property
+    def texts_of_plan(self) -> Tensors:
+        texts = {"text": self.text, "descriptions": self.descriptions}
+        return {name: value for name, value in texts.items() if value is not None}
 
     @property
     def texts(self) -> Tensors:
@@ -205,7 +211,7 @@ class RemoteEngine(FlowerEngine):
         write_json(self.kit.folder / NODES_FILE, {**known_nodes(self.kit), name: node})
         self.site_keys[name] = current_certificate(self.kit.folder, name).key
         self.absent.pop(name, None)
-        self.sites[name] = SiteOpening(header, first, values.get("text"))
+        self.sites[name] = SiteOpening(header, first, values.get("text"), values.get("descriptions"))
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
         self.log_event("connected", site=name, samples=self.rows[name])
@@ -226,7 +232,8 @@ class RemoteEngine(FlowerEngine):
             raise FederationError("the scale of its encoder, or its list of classes, is invalid")
         shape = (len(header["classes"]), header["dim"])
         for key, value in message.arrays.items():
-            if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
+            is_text = (key == "text" and value.shape == shape) or (key == "descriptions" and value.ndim == 3)
+            if not (key.startswith("shared/") or is_text):
                 raise FederationError("it sends tensors that do not belong to an opening")
         for part in SPLITS:
             check_sample_count(header["samples"][part], self.channel, "it")
