@@ -37,6 +37,7 @@ from fedvlm.storage.files import (
     exclusive_lock,
     explain_os_errors,
     make_private_folder,
+    read_json,
     to_toml,
     write_file,
     write_index,
@@ -249,15 +250,23 @@ def restore_backup(file: Path, folder: Path) -> int:
             with tarfile.open(file, "r:") as archive:
                 archive.extractall(made, filter="data")
             bad = check_index(made)
-            extra = _relative_files(made) - {INDEX_FILE}
+            files = _relative_files(made) - {INDEX_FILE}
+            unlisted = {
+                str(path.relative_to(made)) for path in made.rglob("*") if not path.is_dir() or path.is_symlink()
+            }
+            unlisted -= {INDEX_FILE, *read_json(made / INDEX_FILE)["files"]}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
             raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
             name, problem = next(iter(bad.items()))
             raise DataError(f"{file} is damaged: {name} {problem}; use another backup")
+        if unlisted:
+            raise DataError(
+                f"{file} holds {min(unlisted)[:80]!r}, which is not in its index: somebody added it; use another backup"
+            )
         (made / INDEX_FILE).unlink()
         made.rename(folder)
-    return len(extra)
+    return len(files)
 
 
 def _relative_files(folder: Path) -> set[str]:
