@@ -33,10 +33,11 @@ from tools.auto.table import Groups, interval, mean_accuracy
 LABELS = (2, 4, 8)  # of a class at a client
 WITHOUT, WITH = "without", "with"
 RECIPES = {  # from the simplest
-    "1 step": MixturePrior(steps=1),
-    "2 steps": MixturePrior(steps=2),
-    "4 steps": MixturePrior(steps=4),
+    "1 step": MixturePrior(steps=1, useless=0.5),
     "1 step, useless by 0.8": MixturePrior(steps=1, useless=0.8),
+    "the same, hardly any background": MixturePrior(
+        steps=1, useless=0.8, background=1e-3, max_background=1e-3, min_background=0.0
+    ),
     "2 steps, useless by 0.8": MixturePrior(steps=2, useless=0.8),
 }
 Correct = dict[str, list[str]]  # by recipe: 0 and 1 of the test samples of each client

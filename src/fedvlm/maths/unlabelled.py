@@ -4,6 +4,7 @@ Beside the classes there is a background component at the mean of the class mean
 without a label weighs at most as much as one with a label. Nothing of this leaves the client.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from fedvlm.maths.gaussian_classes import Moments, class_membership
 from fedvlm.maths.logistic_regression import Head, summed_cross_entropy
 from fedvlm.maths.ridge_regression import class_log_prior
 
+BACKGROUND_SAMPLES = 20  # that the belief about the fraction of the background counts for
 SHARE_STEPS = 5  # in which an E-step finds the client's class frequencies
 MIN_SOFT_COUNT = 0.5  # samples below which a class has no mean
 MIXTURE_WEIGHTS = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the mixture beside the start; 0 is tried as well
@@ -23,11 +25,11 @@ MIXTURE_WEIGHTS = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the mixture beside the start;
 class MixturePrior(NamedTuple):
     """Beliefs about samples without a label (docs/explanation/auto.md: how chosen)."""
 
-    steps: int = 2  # of EM
-    useless: float = 0.5  # probability that the mixture had better not be used
+    steps: int = 1  # of EM
+    useless: float = 0.8  # probability that the mixture had better not be used
     start_temperature_std: float = 1.0  # of the log scale of logits in an E-step
     temperature_std: float = 0.5  # of the log scale of the mixture's logits in the end
-    background: float = 0.05  # fraction of samples of other classes, counted as 20 samples; within
+    background: float = 0.05  # fraction of samples of other classes; its estimate stays within
     min_background: float = 0.01
     max_background: float = 0.9
 
@@ -59,42 +61,48 @@ def fit_mixture(
 
     Validation samples set temperatures and class frequencies only. Rows of zeros are padding.
     """
-    n_classes, head, has_background = len(start.bias), start, False
+    n_classes, head = len(start.bias), start
     truth = class_membership(labelled.y, n_classes)
     counts = truth.sum(0) + class_membership(labelled.val_y, n_classes).sum(0)
     x = torch.cat([labelled.x * (labelled.y >= 0)[:, None], unlabelled])
     for _ in range(prior.steps):
-        scale = fit_log_scale(head.logits(labelled.val_x), labelled.val_y, prior.start_temperature_std).exp()
-        soft, log_prior = _e_step(
-            scale * head.logits(unlabelled), unlabelled, counts, frequencies, prior, has_background
-        )
+        logits = _with_background(head, labelled, unlabelled, prior)
+        soft, log_prior = _e_step(logits, counts, frequencies, prior)
         head = _m_step(x, torch.cat([truth, soft]))
-        has_background = True
     scale = fit_log_scale(head.logits(labelled.val_x), labelled.val_y, prior.temperature_std).exp()
     return Head(scale * head.weight, scale * head.bias + log_prior)
 
 
-def _e_step(
-    logits: Tensor, x: Tensor, counts: Tensor, frequencies: Frequencies, prior: MixturePrior, has_background: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (samples, classes) responsibilities, and the log of the client's class frequencies over equal ones.
+def _with_background(head: Head, labelled: Labelled, x: Tensor, prior: MixturePrior) -> Tensor:
+    """Return (samples, classes + 1) logits at the temperature of the validation samples, those of the background last.
 
-    The background has the logit 0, because discriminants are relative to the mean of the class means.
+    For Gaussian classes the background at the mean of their means has the mean of their logits, and half of the margin
+    by which samples of a class exceed it. Rows of padding get minus infinity throughout but for the background.
     """
-    real = (x.abs().sum(1) > 0).to(logits.dtype)[:, None]
+    val_logits = head.logits(labelled.val_x)
+    scale = fit_log_scale(val_logits, labelled.val_y, prior.start_temperature_std).exp()
+    real = (labelled.val_y >= 0).to(scale.dtype)
+    true_logits = val_logits.gather(1, labelled.val_y.clamp(min=0)[:, None])[:, 0]
+    margin = ((true_logits - val_logits.mean(1)) * real).sum() / real.sum().clamp(min=1)
+    logits = head.logits(x)
+    background = logits.mean(1, keepdim=True) + margin.clamp(min=0) / 2
+    is_padding = (x == 0).all(1, keepdim=True)
+    classes = torch.where(is_padding, -torch.inf, scale * logits)
+    return torch.cat([classes, torch.where(is_padding, 0.0, scale * background)], dim=1)
+
+
+def _e_step(logits: Tensor, counts: Tensor, frequencies: Frequencies, prior: MixturePrior) -> tuple[Tensor, Tensor]:
+    """Return (samples, classes) responsibilities, and the log of the client's class frequencies over equal ones."""
     log_prior, background = frequencies.log_prior(counts), logits.new_tensor(prior.background)
+    is_real = logits[:, 0].isfinite()
     for _ in range(SHARE_STEPS):
-        of_classes = logits + log_prior
-        if has_background:
-            of_classes = of_classes + (1 - background).log() - logits.new_tensor(float(len(counts))).log()
-            joint = torch.cat([of_classes, background.log().expand(len(x), 1)], dim=1).softmax(1) * real
-            soft = joint[:, :-1]
-            background = (joint[:, -1].sum() + 20 * prior.background) / (real.sum() + 20)
-            background = background.clamp(prior.min_background, prior.max_background)
-        else:
-            soft = of_classes.softmax(1) * real
-        log_prior = frequencies.log_prior(counts + soft.sum(0))
-    return soft, log_prior
+        log_fractions = torch.cat([(1 - background).log() - math.log(len(counts)) + log_prior, background.log()[None]])
+        joint = (logits + log_fractions).softmax(1)
+        n_background = torch.where(is_real, joint[:, -1], 0.0).sum() + BACKGROUND_SAMPLES * prior.background
+        background = n_background / (is_real.sum() + BACKGROUND_SAMPLES)
+        background = background.clamp(prior.min_background, prior.max_background)
+        log_prior = frequencies.log_prior(counts + joint[:, :-1].sum(0))
+    return joint[:, :-1], log_prior
 
 
 def _m_step(x: Tensor, membership: Tensor) -> Head:
