@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 PARALLEL_PYTEST := $(PYTEST) -n $(WORKERS)
 
-.PHONY: demo test test-all test-long browser check bench docs tables sbom lock clean
+.PHONY: demo test test-all test-encoders test-long browser tools check bench docs tables sbom lock clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -19,9 +19,17 @@ test: $(VENV)/.dev
 	$(PYTEST) -m 'deployed and not slow and not long'
 
 # Tests with kills or real processes can time out on a busy machine: they are retried once, and pytest reports the retry.
-test-all: $(VENV)/.dev browser
+test-all: $(VENV)/.dev browser tools
 	$(PARALLEL_PYTEST) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
+
+# open_clip and timm need torchvision, which has no build for the CPU-only torch of this environment: they get an
+# environment of their own, which sees the packages of this one.
+test-encoders: $(VENV)/.dev
+	$(BIN)/python -m venv $(VENV)/encoders
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(VENV)/encoders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	$(VENV)/encoders/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 open_clip_torch==3.3.0 timm==1.0.31 ftfy wcwidth regex
+	$(VENV)/encoders/bin/python -m pytest tests/encoders/test_open_clip_timm.py
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
@@ -31,6 +39,12 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } \
 	|| echo "no chromium: install chromium and chromium-driver; without them the tests of the page are skipped"
+
+# Metrics and proxies are tested with the real programs; haproxy is in /usr/sbin.
+tools:
+	@PATH=$$PATH:/usr/sbin; command -v promtool >/dev/null && command -v tinyproxy >/dev/null && command -v haproxy >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus tinyproxy-bin haproxy; } \
+	|| echo "no promtool, tinyproxy or haproxy: without them their tests are skipped"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -56,10 +70,10 @@ sbom: $(VENV)/.dev
 	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
 # Write the lock file with hashes for servers and sites, and the page of licences; needs a package index.
-lock: $(VENV)/.dev
+lock: $(VENV)/.dev test-encoders
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/python tools/lock.py
-	$(BIN)/python tools/licences.py
+	$(VENV)/encoders/bin/python tools/licences.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "fedvlm needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + "; call: make PYTHON=python3.12")'

@@ -33,6 +33,7 @@ ORDER = [
     "classifier",
     "report",
     "result",
+    "estimator",
     "deploy",
     "cli",
 ]

@@ -1,6 +1,6 @@
 """docs/reference/licences.md: the licence of every package that fedvlm may bring, in its words.
 
-python tools/licences.py
+.venv/encoders/bin/python tools/licences.py, after make test-encoders
 """
 
 import re
@@ -18,8 +18,9 @@ Packages = dict[str, tuple[str, str, str]]  # package: version, licence, what ne
 HEAD = """# Licences of what fedvlm stands on
 
 Made by `python tools/licences.py` from what each installed package says of itself: all that fedvlm
-needs, and all that its extras but `dev` and `docs` bring. Packages that only other systems need are
-not listed. The last column is the first that asks: fedvlm itself, or an extra.
+needs, and all that its extras but `dev` and `docs` bring
+(`make test-encoders` creates an environment with all). Packages that only other systems need are not listed.
+The last column is the first that asks: fedvlm itself, or an extra.
 
 | package | version | licence | needs |
 |---|---|---|---|

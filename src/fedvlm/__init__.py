@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
     from fedvlm.errors import DataWarning
+    from fedvlm.estimator import FederatedClassifier
     from fedvlm.result import Result, resume, run, sweep
     from fedvlm.result import compare_runs as compare
 
 __version__ = "0.2.0"
 __all__ = [
     "DataWarning",
+    "FederatedClassifier",
     "Personalised",
     "Result",
     "compare",
@@ -29,6 +31,7 @@ __all__ = [
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
 _HOMES = {
     "DataWarning": "errors",
+    "FederatedClassifier": "estimator",
     "join": "classifier.late_join",
     "Personalised": "classifier.personalised",
     "Result": "result",

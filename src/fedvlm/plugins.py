@@ -1,11 +1,14 @@
-"""Plugins: registries that other packages add to through entry points."""
+"""Plugins: registries that other packages add to through entry points, and scripts by their path."""
 
+import sys
 from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from threading import RLock
 from typing import TypeVar
 from warnings import warn
 
-from fedvlm.errors import OutsideWarning, SettingsError
+from fedvlm.errors import OutsideWarning, SettingsError, suggest_path
 
 E = TypeVar("E")
 _LOADED: set[str] = set()  # entry-point groups that were searched
@@ -32,6 +35,24 @@ def load_outside(group: str) -> None:
                     OutsideWarning,
                     stacklevel=2,
                 )
+
+
+def import_file(path: Path) -> None:
+    """Execute a Python file of the user's own, which registers methods or other parts."""
+    if not path.is_file() or path.suffix != ".py":
+        raise SettingsError(f"--import {path}: there is no such Python file; {suggest_path(path)}name a .py file")
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = module_from_spec(spec)
+    if path.stem in sys.modules:
+        raise SettingsError(f"--import {path}: a module {path.stem!r} is loaded already; rename the file")
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except SettingsError as error:
+        raise SettingsError(f"--import {path}: {error}") from error
+    except Exception as error:
+        raise SettingsError(f"--import {path} failed with {type(error).__name__}: {error}; correct the file") from error
 
 
 def add_entry(table: dict[str, E], kind: str, name: str, entry: E) -> None:

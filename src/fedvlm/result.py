@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 from warnings import warn
 
 from markupsafe import Markup
@@ -26,6 +26,7 @@ from fedvlm.runner.experiments import read_grid as grid_of
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings, build, with_method
 from fedvlm.runner.trackers import Trackers
+from fedvlm.runner.typed_settings import RunSettings
 
 
 class Result(Record):
@@ -98,7 +99,7 @@ def run(
     ratios: Sequence[float] | None = None,
     progress: Progress | None = None,
     track: Sequence[str | Callable[[str, Any], None]] = (),
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> Result:
     """Run a method by name or as an object; keyword arguments are settings of run or method.
 
@@ -110,7 +111,8 @@ def run(
     unless `again`; an unfinished one goes on. `track` names trackers, as "tensorboard:DIR", or
     functions of the run's name and a line of its record.
     """
-    clients = settings.get("clients")
+    values: dict[str, Any] = {**settings}
+    clients = values.get("clients")
     has_arrays = are_arrays(clients)
     if clients == {} or isinstance(clients, list | tuple):
         raise DataError(
@@ -118,14 +120,14 @@ def run(
             + ("{}" if clients == {} else f"a {type(clients).__name__}")
         )
     if has_arrays:
-        if beside := [name for name in ("data", "encoder", "source", "access") if name in settings]:
+        if beside := [name for name in ("data", "encoder", "source", "access") if name in values]:
             raise DataError(
-                f"{beside[0]} = {settings[beside[0]]!r} does not apply to samples in memory (clients = arrays); "
+                f"{beside[0]} = {values[beside[0]]!r} does not apply to samples in memory (clients = arrays); "
                 "leave one of them out"
             )
-        embedded = from_arrays(settings.pop("clients"), classes, text, scale)
+        embedded = from_arrays(values.pop("clients"), classes, text, scale)
         clients_settings = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
-        settings = {"clients": clients_settings, "protocol": "own-test", **settings}
+        values = {"clients": clients_settings, "protocol": "own-test", **values}
     elif ratios is not None:
         raise DataError('ratios are for samples in memory; for other data write clients={"ratios": …}')
     elif classes is not None or text is not None:
@@ -135,7 +137,7 @@ def run(
             f"embedded must be a table of fedvlm, got a {type(embedded).__name__}; give arrays as "
             'clients={"a": (x, y), …}'
         )
-    run_settings = build(with_method(method, settings))
+    run_settings = build(with_method(method, values))
     trackers = Trackers(track)
     temporary = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
     messages: list[str] = []
@@ -179,7 +181,7 @@ def sweep(
     embedded: EmbeddedTable | None = None,
     columns: Sequence[str] = (),
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> Any:
     """Run every point of a grid over settings, {"blocks": [1, 2], "clients.shots": [4, 8]}.
 

@@ -42,6 +42,24 @@ def test_arrays_run_in_a_few_lines_and_leave_no_file(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_data_frames_and_series_give_the_same_run(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pairs = {"a": rows(0), "b": rows(1)}
+    frames = {
+        id: (pandas.DataFrame(x), pandas.Series([NAMES[i] for i in y], dtype="category"))
+        for id, (x, y) in pairs.items()
+    }
+    text = np.eye(8)[:3]
+    runs = [
+        fedvlm.run("fedavg", clients=clients, classes=NAMES, text=vectors, rounds=2)
+        for clients, vectors in ((pairs, text), (frames, pandas.DataFrame(text)))
+    ]
+    assert runs[0].tables == runs[1].tables
+    x, y = frames["a"]
+    assert runs[0].personalised("a").score(x, y) == runs[0].personalised("a").score(*rows(0))
+    assert runs[0].personalised("a").classes_.tolist() == list(NAMES)
+
+
 def test_tensors_names_and_numbers_give_the_same_run(tmp_path: Path) -> None:
     pairs = {"a": rows(0), "b": rows(1)}
     named = {id: (torch.tensor(x), [NAMES[i] for i in y]) for id, (x, y) in pairs.items()}

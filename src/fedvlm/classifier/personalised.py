@@ -47,6 +47,11 @@ class Personalised:
             f"{self.frozen.dim} dimensions>"
         )
 
+    @property
+    def classes_(self) -> NDArray[np.str_]:
+        """The class names in the order of the probabilities' columns, as scikit-learn calls them."""
+        return np.array(self.frozen.classes)
+
     def logits(self, x: Any) -> Tensor:
         """Return logits (samples, classes) of embeddings by the encoder this was trained on.
 

@@ -10,10 +10,10 @@ import typer.core
 
 from fedvlm.cli.classifier import export, join, predict, score
 from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
-from fedvlm.cli.deploy import ledger
+from fedvlm.cli.deploy import export_app, ledger
 from fedvlm.cli.enrolment import deploy_app
 from fedvlm.cli.options import SectionedGroup, examples
-from fedvlm.cli.results import audit, compare, explain, list_, plot, report, resume, verify
+from fedvlm.cli.results import audit, compare, explain, export_data, list_, plot, report, resume, verify
 from fedvlm.cli.run import demo, reproduce, run
 
 typer.core.HAS_RICH = False  # else typer escapes brackets for rich, although this help is plain
@@ -68,6 +68,7 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
         plot: ("fedvlm plot runs/demo/shift/0-fedot", "fedvlm plot runs/a runs/b --kind rounds --output rounds.svg"),
         explain: ("fedvlm explain runs/prompts --image dog.jpg --class dog", "fedvlm explain runs/prompts --prompts"),
         audit: ("fedvlm audit runs/images/fedot-images-1a2b3c4d --save",),
+        export_data: ("fedvlm export-data runs/images/auto-images-1a2b3c4d --format csv",),
         verify: ("fedvlm verify runs/images/fedot-images-1a2b3c4d", "fedvlm verify cache"),
     },
     "Classifiers": {
@@ -85,7 +86,13 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
         describe: ("fedvlm describe images --model models/llm --output classes.json",),
         serve_encoder: ("fedvlm serve-encoder demo --port 8765 --token-file token",),
     },
-    "Sites": {ledger: ("fedvlm ledger north",)},
+    "Sites": {
+        ledger: ("fedvlm ledger north",),
+        export_app: (
+            "fedvlm export-app flower app --method fedot --data images --encoder demo",
+            "fedvlm export-app flower app experiment.toml",
+        ),
+    },
 }
 for section, commands in SECTIONS.items():
     for function, lines in commands.items():

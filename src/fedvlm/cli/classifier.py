@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedvlm.cli.options import Access, Json, Quiet, Source, Training, parse_pairs
+from fedvlm.cli.options import Access, Import, Json, Quiet, Source, Training, parse_pairs
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def predict(
     out: Annotated[
         Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write to this file instead of stdout.")
     ] = None,
+    import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
     """Classify images with an exported classifier.
@@ -151,6 +152,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="New folder of the classifier.")],
     client: Annotated[str, typer.Option(help="Client whose classifier is exported.")],
     onnx: Annotated[bool, typer.Option("--onnx", help="Also write the head as ONNX.")] = False,
+    import_: Import = None,
 ) -> None:
     """Export one client's classifier from a run.
 

@@ -1,5 +1,6 @@
 """Define what commands share: options, sections of the help and examples."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -53,6 +54,19 @@ def is_quiet() -> bool:
     return context is not None and bool(context.meta.get(QUIET_KEY))
 
 
+def _import_files(paths: list[Path] | None) -> list[Path] | None:
+    if paths:
+        from fedvlm.plugins import import_file
+
+        for path in paths:
+            import_file(path)
+    return paths
+
+
+Import = Annotated[
+    list[Path] | None,
+    typer.Option("--import", callback=_import_files, help="Python file with methods of your own. Repeatable."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. method.lr=0.01. Repeatable."),

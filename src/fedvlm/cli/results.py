@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedvlm.cli.options import Json, Quiet, Seed, TableFormat, Training
+from fedvlm.cli.options import Import, Json, Quiet, Seed, TableFormat, Training
 from fedvlm.cli.progress import progress
 
 COLUMNS = 100  # of a list of methods
@@ -33,6 +33,7 @@ def report(
 
 def resume(
     folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
     """Resume a run that was stopped or killed."""
@@ -146,6 +147,24 @@ def audit(
         typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
     else:
         typer.echo(audit_table(lines, form), nl=False)
+
+
+def export_data(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the tables (default: RUN/data).")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="Output format: parquet or csv.")] = "parquet",
+    import_: Import = None,
+    quiet: Quiet = False,
+) -> None:
+    """Export embeddings, splits and test predictions as tables."""
+    from fedvlm.runner.data_export import export_data as write
+
+    with progress() as report:
+        paths = write(run, out or run / "data", form, report)
+    for path in paths:
+        typer.echo(str(path))
 
 
 def explain(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedvlm.cli.options import Encoder, Force, Quiet, Set, Smoke, Source, TableFormat
+from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def run(
     form: TableFormat = "text",
     sweep: Sweep = None,
     on: Annotated[str, typer.Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
+    import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a method or an experiment and print its table.
@@ -198,6 +199,7 @@ def _settings(
         base_runs,
         build_all,
         expand,
+        lists_to_sweep,
         read_grid,
         read_sweep,
         swept_grid,
@@ -205,7 +207,8 @@ def _settings(
     )
 
     typed = read_sweep(sweep)
-    values = {**values, "sweep": read_grid(values.get("sweep", {})) | typed}
+    values = lists_to_sweep(values)
+    values["sweep"] = read_grid(values.get("sweep", {})) | typed
     fixed = [text for text in assignments if text.partition("=")[0].strip() not in typed]
     grid = swept_grid(values, fixed)
     rows = base_runs(values, fixed)

@@ -97,7 +97,8 @@ def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
 
 def _tensor(context: str, values: Any) -> Tensor:
     try:
-        tensor = torch.as_tensor(values).detach().cpu()
+        array = values if isinstance(values, Tensor) else np.asarray(values)  # also of a data frame
+        tensor = torch.as_tensor(array).detach().cpu()
         return tensor if tensor.is_floating_point() else tensor.to(torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{context}: these are no numbers ({error}); give an array") from error

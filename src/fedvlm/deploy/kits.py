@@ -25,6 +25,7 @@ from fedvlm.deploy.identity.certificates import (
 )
 from fedvlm.deploy.identity.certificates import admitted_sites as admitted
 from fedvlm.deploy.identity.keys import create_certificates, create_key_pair
+from fedvlm.deploy.operations.webhook import check_webhook
 from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import DataError, SettingsError
@@ -61,6 +62,7 @@ class ServerKit:
     wait: float = ranged_field(120.0, NON_NEGATIVE)  # seconds to wait for sites before the first round
     max_samples: int = ranged_field(1_000_000, COUNT)  # training rows a site is believed to have at most
     rehearsal: bool = False  # sites play clients of the experiment's own data
+    webhook: str = ""  # address that is told when a run ends or a site is late
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class SiteKit:
     descriptions: str = ""  # a file of descriptions of the classes, the same at every site
     texts: str = ""  # a file of descriptions that only this site brings, under its name
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
+    webhook: str = ""  # address that is told when a request needs a person's consent
 
 
 def _read(kind: type[K], path: Path) -> K:
@@ -91,6 +94,7 @@ def _read(kind: type[K], path: Path) -> K:
             f"{path}: this fedvlm needs kits of format {KIT_FORMAT}, got format {kit_format}; create new kits: fedvlm "
             "deploy init"
         )
+    check_webhook(str(table.get("webhook", "")))
     return read_table(kind, str(path), table, ": ", folder=path.parent)
 
 

@@ -20,6 +20,7 @@ from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit, read_site
 from fedvlm.deploy.messages import Withdrawal, check_arrays, parse, training_key, training_spec
 from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.deploy.site.ledger import MAX_CACHED_REPLIES, Ledger, ReplyCache
 from fedvlm.deploy.site.policy import WITHDRAWN_FILE
 from fedvlm.engines.flower.client import to_arrays, to_tensors
@@ -65,6 +66,7 @@ def withdraw(folder: Path, by: str) -> Path:
     Ledger(folder).add("out", -1, to_tensors(all_arrays), data, kind="withdrawal", by=by)
     write_file(folder / WITHDRAWAL_FILE, data, 0o600)
     EventLog(folder)("withdrawn", by=by, uploads=len(uploads))
+    log_security(folder, "withdrawal", "allowed", actor=by)
     return folder / WITHDRAWAL_FILE
 
 
@@ -93,8 +95,8 @@ def removal_obstacle(settings: Settings) -> str:
     method, channel = settings.method, settings.channel
     if upload_sum(method) != "total":
         return f"what {method.name} shares is trained or averaged, and not a plain sum of uploads"
-    if channel.secure:
-        return "the server has seen only a secure sum"
+    if channel.verified:
+        return "the server has seen only a verified sum"
     if channel.noise_multiplier or setting(method, "noise_multiplier"):
         return "the uploads had noise"
     if channel.aggregation != "mean":

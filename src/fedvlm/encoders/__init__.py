@@ -108,8 +108,10 @@ _BUILT_IN = (
     ("hf:NAME_OR_DIR", "CLIP, SigLIP, ViT or DINOv2 of transformers", _OPEN, "huggingface", "HuggingFace"),
     ("http:URL", "a black box behind `fedvlm serve-encoder`", _CLOSED, "http", "Http"),
     ("onnx:FILE_OR_DIR", "a compiled image (and text) tower", ("image", "text"), "onnx", "Onnx"),
+    ("open_clip:NAME_OR_DIR", "CLIP, SigLIP, BiomedCLIP, … of open_clip", _OPEN[:4], "open_clip", "OpenClip"),
     ("openai:DIR_OR_FILE", "CLIP with a ResNet (RN50, RN101, …) of OpenAI's weights", _OPEN[:4], "openai", "OpenAI"),
     ("store:FILE_OR_DIR", "embeddings computed before", _CLOSED, "store", "Store"),
+    ("timm:NAME_OR_DIR", "an image model of timm, without text", ("image", "patches"), "timm", "Timm"),
 )
 ENCODERS: dict[str, Kind] = {
     form.partition(":")[0]: Kind(form, summary, offers, f"{__name__}.{module}", build)

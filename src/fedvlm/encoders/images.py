@@ -127,11 +127,14 @@ class Pixels:
 
     def resize_and_crop(self, image: Image.Image) -> NDArray[np.uint8]:
         """(height, width, 3): resize and crop to the size of the encoder."""
+        pixels = self.resize(image)
+        return pixels if self.crop is None else crop_centre(pixels, *self.crop)
+
+    def resize(self, image: Image.Image) -> NDArray[np.uint8]:
         if self.size is not None:
             height, width = self._resized(image.height, image.width)
             image = image.resize((width, height), resample=Image.Resampling(self.resample))
-        pixels = np.asarray(image)
-        return pixels if self.crop is None else crop_centre(pixels, *self.crop)
+        return np.asarray(image)
 
     def normalise(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(..., 3): rescale and normalise the colours."""
@@ -162,6 +165,24 @@ class Pixels:
 
     def identity(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class TorchvisionPixels(Pixels):
+    """The same by torchvision's rounding, which open_clip and timm use."""
+
+    def resize_and_crop(self, image: Image.Image) -> NDArray[np.uint8]:
+        pixels = self.resize(image)
+        if self.crop is None:
+            return pixels
+        # to even numbers at half a pixel, where transformers rounds down
+        top, left = (round((have - want) / 2) for have, want in zip(pixels.shape, self.crop, strict=False))
+        return pixels[top : top + self.crop[0], left : left + self.crop[1]]
+
+    def normalise(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        values = pixels.astype(np.float32) / np.float32(255)
+        mean, std = (np.array(channel_values, np.float32) for channel_values in (self.mean, self.std))
+        return (values - mean) / std
 
 
 def crop_centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:

@@ -17,7 +17,14 @@ from torch.nn.functional import normalize
 
 from fedvlm.devices import CPU, Device, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import check_length, load_tokenizer, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.text import (
+    Tokens,
+    check_length,
+    load_tokenizer,
+    text_tower_inputs,
+    tokenize_classes,
+    weights_hash,
+)
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
@@ -98,21 +105,28 @@ class OpenAI(TorchEncoder):
         """SOS ... EOT each."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(sentences))]
 
-    def _tower(self, template: str, tokens: Sequence[Sequence[int]], cut: int) -> TextTower:
-        weights = self._weights
-        count = len({key.split(".")[2] for key in weights if key.startswith("transformer.resblocks.")})
-        blocks = [f"transformer.resblocks.{number}." for number in range(count)]
-        return TextTower(
-            **text_tower_inputs(tokens, cut, weights["token_embedding.weight"]),
-            template=template,
-            positions=weights["positional_embedding"],
-            layers=tuple(_layer(weights, block) for block in blocks),
-            final=_affine(weights, "ln_final"),
-            projection=weights["text_projection"].mT,
-            heads=weights["text_projection"].shape[0] // HEAD_WIDTH,
-            eps=LAYER_NORM_EPS,
-            activation=ACTIVATION,
-        )
+    def _tower(self, template: str, tokens: Tokens, cut: int) -> TextTower:
+        heads = self._weights["text_projection"].shape[0] // HEAD_WIDTH
+        return build_text_tower(self._weights, template, (tokens, cut), heads, ACTIVATION)
+
+
+def build_text_tower(
+    weights: Weights, template: str, sentences: tuple[Tokens, int], heads: int, activation: str
+) -> TextTower:
+    """Return the text tower from weights with the names of OpenAI's release, for tokens and their common prefix."""
+    count = len({key.split(".")[2] for key in weights if key.startswith("transformer.resblocks.")})
+    blocks = [f"transformer.resblocks.{number}." for number in range(count)]
+    return TextTower(
+        **text_tower_inputs(*sentences, weights["token_embedding.weight"]),
+        template=template,
+        positions=weights["positional_embedding"],
+        layers=tuple(_layer(weights, block) for block in blocks),
+        final=_affine(weights, "ln_final"),
+        projection=weights["text_projection"].mT,
+        heads=heads,
+        eps=LAYER_NORM_EPS,
+        activation=activation,
+    )
 
 
 def find_weights(name: str, path: Path) -> Path:

@@ -4,10 +4,11 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from fedvlm.channel.settings import Channel
-from fedvlm.core import check_type, make, tunable_settings
+from fedvlm.core import check_type, make, methods, tunable_settings
 from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, renamed, unknown_name
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -25,9 +26,66 @@ from fedvlm.storage.files import flatten
 
 Grid = dict[str, list[Any]]  # values by dotted names
 EXPERIMENT_KEYS = ("title", "paper", "traffic", "baselines", "methods", "sweep")  # besides the settings of a run
-EXECUTION_SETTINGS = ("workers", "access", "reproduces", "protocol_settings")  # settings that cannot be swept
+EXECUTION_SETTINGS = (
+    "workers",
+    "access",
+    "purpose",
+    "contact",
+    "reproduces",
+    "protocol_settings",
+)  # settings that cannot be swept
 OPEN_TABLES = ("source",)  # tables whose keys are not known beforehand
 BASELINES = ("zero-shot", "alone", "pooled")
+
+
+def lists_to_sweep(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Move lists of values for settings that take one, as `lr = [0.1, 0.01]`, to the sweep.
+
+    A list of names for `method` becomes `[[methods]]`; a method table there with lists is repeated for each value.
+    """
+    out = dict(values)
+    if isinstance(names := out.get("method"), list):
+        out["methods"] = [table if isinstance(table, Mapping) else {"name": table} for table in names]
+        del out["method"]
+    grid: Grid = {
+        key: entry for key, entry in out.items() if key not in EXPERIMENT_KEYS and _is_sweep(Settings, key, entry)
+    }
+    out = {key: entry for key, entry in out.items() if key not in grid}
+    for table_name in ("clients", "channel", "method", "warm_start"):
+        if isinstance(table := out.get(table_name), Mapping):
+            swept = _swept_keys(table_name, table)
+            grid |= {f"{table_name}.{key}": table[key] for key in swept}
+            out[table_name] = {key: entry for key, entry in table.items() if key not in swept}
+    if isinstance(tables := out.get("methods"), list):
+        out["methods"] = [point for table in tables for point in _points(table)]
+    written = read_grid(out.get("sweep", {}))
+    if both := sorted(grid.keys() & written.keys()):
+        raise SettingsError(f"{both[0]} has a list of values and is in [sweep], too; write one of them")
+    return {**out, "sweep": {**written, **grid}} if grid else out
+
+
+def _swept_keys(table_name: str, table: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a table that have a list of values although they take one."""
+    kind: Any = {"clients": Clients, "channel": Channel}.get(table_name)
+    if kind is None:
+        name = table.get("name")
+        kind = methods().get(name) if isinstance(name, str) else None
+    return [] if kind is None else [key for key, value in table.items() if _is_sweep(kind, key, value)]
+
+
+def _is_sweep(kind: Any, key: str, value: Any) -> bool:
+    types = {setting.name: setting.type for setting in fields(kind)}
+    if not isinstance(value, list) or key not in types or key in EXECUTION_SETTINGS:
+        return False
+    options = get_args(types[key]) if get_origin(types[key]) in (Union, UnionType) else (types[key],)
+    return not any((get_origin(option) or option) in (tuple, list, dict) for option in options)
+
+
+def _points(table: Any) -> list[Any]:
+    """Return a method's table once for every combination of its lists."""
+    keys = _swept_keys("methods", table) if isinstance(table, Mapping) else []
+    grid = read_grid({key: table[key] for key in keys})
+    return [{**table, **dict(zip(keys, point, strict=True))} for point in product(*grid.values())] if keys else [table]
 
 
 def swept_grid(values: Mapping[str, Any], assignments: Iterable[str] = ()) -> Grid:
@@ -41,7 +99,7 @@ def experiment_runs(values: Mapping[str, Any], assignments: Iterable[str] = ()) 
 
     Assignments, as `--set` has them, are applied to every run.
     """
-    assignments = list(assignments)
+    assignments, values = list(assignments), lists_to_sweep(values)
     return expand(base_runs(values, assignments), swept_grid(values, assignments))
 
 

@@ -44,6 +44,11 @@ SITE_PATHS = frozenset(
 )
 FORBIDDEN, UNAUTHORIZED = 403, 401  # Flower's SuperNode ends at once when it is told the second
 TOO_LARGE = 413
+REFUSAL_REASONS = {
+    FORBIDDEN: "not open to outsiders",
+    UNAUTHORIZED: "not signed by the key of an admitted site",
+    TOO_LARGE: "too large",
+}
 MAX_CALL_BYTES = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
 Scope = Mapping[str, Any]
 
@@ -148,8 +153,14 @@ def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
 class AccessMiddleware:
     """Wrap an ASGI application; the body of a refused call is not read."""
 
-    def __init__(self, app: Any, token: str, is_signed: Callable[[Scope], bool] = lambda scope: False) -> None:
-        self.app, self.token, self.is_signed = app, token.encode(), is_signed
+    def __init__(
+        self,
+        app: Any,
+        token: str,
+        is_signed: Callable[[Scope], bool] = lambda scope: False,
+        log_refusal: Callable[[str, str, str], None] = lambda source, target, reason: None,
+    ) -> None:
+        self.app, self.token, self.is_signed, self.log_refusal = app, token.encode(), is_signed, log_refusal
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -157,6 +168,7 @@ class AccessMiddleware:
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
         elif status := self.refusal_status(scope):
+            self.log_refusal(str((scope.get("client") or ["?"])[0]), scope["path"], REFUSAL_REASONS[status])
             headers = [(b"content-length", b"0"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})

@@ -23,6 +23,7 @@ from fedvlm.deploy.flower.access import (
     attach_token,
     auth_token,
 )
+from fedvlm.deploy.operations.security_log import RefusalLog
 from fedvlm.engines.flower import import_flower
 
 PULL_INTERVAL_SECONDS = 0.2  # seconds between looks for the rest of a reply, which is on this machine if it came
@@ -50,7 +51,8 @@ def install_middleware(folder: Path) -> None:
     from starlette.middleware import Middleware
 
     keys = SiteKeys(folder, register_node, deactivate_node)
-    middleware = Middleware(AccessMiddleware, auth_token(folder), keys)  # type: ignore[arg-type, unused-ignore]
+    arguments: Any = (auth_token(folder), keys, RefusalLog(folder))
+    middleware = Middleware(AccessMiddleware, *arguments)
     replace_attributes(import_module("flwr.superlink.extensions"), get_middleware=lambda: (middleware,))
 
 

@@ -36,8 +36,9 @@ from fedvlm.deploy.identity.keys import (
     load_public_key,
 )
 from fedvlm.deploy.kits import INVITATION_FILE, ServerKit, check_name, fill_site_folder, read_server, write_secret
+from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.engines.flower.messages import Message
-from fedvlm.errors import DataError, FederationError, SettingsError, unknown_name
+from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError, unknown_name
 from fedvlm.storage.files import exclusive_lock, make_private_folder, write_file
 
 JOIN_REQUEST_FILE = "request.json"  # in a site's folder, as long as it is not answered
@@ -132,7 +133,15 @@ def read_signed_request(path: Path) -> JoinRequest:
 
 
 def read_request(kit: ServerKit, path: Path) -> JoinRequest:
-    """Read a request that this server may admit."""
+    """Read a request that this server may admit; a refusal is logged."""
+    try:
+        return _read_request(kit, path)
+    except FedVLMError as error:
+        log_security(kit.folder, "admission", "refused", target=path.name, reason=str(error))
+        raise
+
+
+def _read_request(kit: ServerKit, path: Path) -> JoinRequest:
     request, server = read_signed_request(path), kit.folder
     sign = Signer(server / "signing.key")
     if request.federation != federation_id(sign.public, (server / "ca.crt").read_bytes()):
@@ -194,6 +203,7 @@ def admit_site(kit: ServerKit, request: JoinRequest) -> Path:
             raise FederationError(f"{request.path} was changed meanwhile; start again")
         _archive_certificate(kit, request.site)
         issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
+    log_security(kit.folder, "admission", "allowed", target=request.site, reason=request.remark)
     return certificate_path(kit.folder, request.site)
 
 
@@ -204,6 +214,7 @@ def revoke_site(kit: ServerKit, site: str) -> None:
             raise unknown_name("site with a certificate", site, admitted_sites(kit.folder))
         _archive_certificate(kit, site)
         certificate_path(kit.folder, site).unlink()
+    log_security(kit.folder, "revocation", "allowed", target=site)
 
 
 def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:

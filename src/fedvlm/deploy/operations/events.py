@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fedvlm.deploy.operations.webhook import Webhook
+
 LOG_FILE, ROTATED_LOG_FILE = "events.jsonl", "events.1.jsonl"
-MAX_LOG_BYTES = 4 << 20  # bytes of the file before it becomes the old one
+MAX_LOG_BYTES = 4 << 20  # bytes of a log file before it is rotated
 MAX_VALUE_CHARS = 500  # characters of a word in a line
 Event = dict[str, Any]
 EventLogger = Callable[..., None]  # kind and facts
@@ -46,30 +49,36 @@ EVENT_MESSAGES: Mapping[str, str] = {
     "sent": "{what}: {bytes} bytes left this site ({fields})",
     "withdrawn": "{by} has withdrawn this site; it no longer answers requests",
     "said": "{text}",
-    "gained": "correct on {samples} validation samples: {federated} with the federation, {alone} by this site alone",
+    "consent": "{by} has answered the request for plan {plan}: {answer}",
+    "gained": "{federated} of {samples} correct with the federation, {alone} of {samples} alone: {advice}",
     "classifier": "the classifier is in {place}",
 }
 
 
 class EventLog:
-    """Append events to the log; `print_line` gets each as a sentence with the time."""
+    """Append events to the log and announce some by webhook; `print_line` gets each as a sentence with the time."""
 
     def __init__(self, folder: Path, print_line: Callable[[str], None] | None = None) -> None:
-        self.folder, self.print_line = folder, print_line
+        self.folder, self.print_line, self.webhook = folder, print_line, Webhook(folder)
 
     def __call__(self, kind: str, **facts: Any) -> None:
         event = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "kind": kind, **facts}
         with suppress(OSError):
-            _append(self.folder / LOG_FILE, json.dumps(event, ensure_ascii=False, default=str))
+            append_line(self.folder / LOG_FILE, event)
         if self.print_line is not None:
             self.print_line(format_event(event))
+        self.webhook.announce(event)
 
 
-def _append(path: Path, line: str) -> None:
+def append_line(path: Path, line: Mapping[str, Any], rotated_files: int = 1) -> None:
+    """Append a JSON line; a full file becomes NAME.1.jsonl, and older ones move up to NAME.N.jsonl."""
     if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-        os.replace(path, path.with_name(ROTATED_LOG_FILE))
+        old = [path, *(path.with_suffix(f".{number}{path.suffix}") for number in range(1, rotated_files + 1))]
+        for newer, older in reversed(list(pairwise(old))):
+            with suppress(FileNotFoundError):
+                os.replace(newer, older)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
-        file.write(line.encode() + b"\n")
+        file.write(json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 def format_event(event: Event) -> str:
@@ -78,6 +87,11 @@ def format_event(event: Event) -> str:
     facts = {key: _printable(value) for key, value in event.items()}
     text = EVENT_MESSAGES.get(event["kind"], "{kind}")
     return f"{at} {text.format_map(_DefaultFacts(facts))}"
+
+
+def format_gain(event: Event) -> str:
+    """Return whether a site gained, and when."""
+    return f"{format_event(event).partition(' ')[2]} (validation samples, {event['time'][:10]})"
 
 
 class _DefaultFacts(dict[str, str]):

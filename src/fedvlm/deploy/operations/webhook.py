@@ -1,0 +1,87 @@
+"""Announce a few events to an address of the operator's choice (`webhook` in server.toml or site.toml).
+
+A message holds no secret, no reason and nothing of the samples. Its failure never delays or stops a run.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from time import sleep
+from typing import Any
+from urllib.parse import urlsplit
+
+from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.runner.experiment_files import read_toml
+
+ANNOUNCEMENTS = {  # by the event of the log: the name of the message and its sentence
+    "ended": ("run finished", "the run {method} has finished"),
+    "failed": ("run failed", "the run {method} has stopped; see: fedvlm deploy status"),
+    "missing": ("site late", "site {site} did not answer in round {round}"),
+    "asks": ("consent asked", "the server asks for {method}; a person has to decide: fedvlm deploy consent"),
+}
+FIELDS = ("site", "round", "rounds", "method", "training")  # of an event that a message may hold
+TRIES = 3
+TIMEOUT_SECONDS = 5.0  # of one try
+RETRY_SECONDS = 2.0  # before the second try; twice as long before the third
+
+
+def check_webhook(address: str) -> str:
+    """Return the address if a message can be sent to it."""
+    parts = urlsplit(address)
+    if address and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise SettingsError("webhook must be an address such as https://chat.example.org/hooks/TOKEN")
+    return address
+
+
+class Webhook:
+    """Send the announcements of one folder, each in the background."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.late_sites, self.method = folder, set[str](), ""
+
+    def announce(self, event: Mapping[str, Any]) -> None:
+        """Send a message about an event that is worth one; a late site is announced until it answers again."""
+        kind, site = event["kind"], str(event.get("site", ""))
+        self.method = str(event.get("method", self.method))
+        self.late_sites -= set(event.get("there", ()))
+        if kind not in ANNOUNCEMENTS or (kind == "missing" and site in self.late_sites):
+            return
+        self.late_sites |= {site} if kind == "missing" else set()
+        try:
+            address, sender = self._read_settings()
+        except (FedVLMError, OSError):  # it is being written, or is not valid: whoever reads it next says so
+            return
+        if address:
+            name, sentence = ANNOUNCEMENTS[kind]
+            facts = {"method": self.method, **{key: event[key] for key in FIELDS if key in event}}
+            text = " ".join(f"fedvlm, {sender}: {sentence.format_map({'round': '?', **facts})}".split())
+            message = {"event": name, "time": event["time"], "from": sender, **facts, "text": text}
+            Thread(target=send_message, args=(address, message)).start()  # the process ends after its last try
+
+    def _read_settings(self) -> tuple[str, str]:
+        for file, name in (("server.toml", "the server"), ("site.toml", "")):
+            if (self.folder / file).exists():
+                table = read_toml(self.folder / file)
+                return check_webhook(str(table.get("webhook", ""))), name or f"site {table.get('name', '')}"
+        return "", ""
+
+
+def send_message(address: str, message: Mapping[str, Any]) -> bool:
+    """Send a message; retry a few times, and tell the process's log without the address, which may be a secret."""
+    import httpx
+
+    problem = ""
+    for number in range(TRIES):
+        try:
+            answer = httpx.post(address, json=dict(message), timeout=TIMEOUT_SECONDS)
+            if answer.is_success:
+                return True
+            problem = f"HTTP {answer.status_code}"
+        except Exception as error:  # whatever a library raises: a message is never worth a run
+            problem = type(error).__name__
+        if number < TRIES - 1:
+            sleep(RETRY_SECONDS * 2**number)
+    host = urlsplit(address).hostname
+    sys.stderr.write(f"the webhook at {host} did not take a message ({problem}), {TRIES} tries\n")
+    return False
