@@ -120,7 +120,7 @@ class FederatedTuning:
         """Return the accuracy on the validation samples that judge, and their number."""
         engine = self.engines[place, training.name]
         terms, initial_local = self.run.make_terms(_trial_settings(self.settings, trial), engine, self.seed)
-        if self.settings.channel.secure or not engine.sites[engine.base].first:  # a sum needs every site
+        if self.settings.channel.verified or not engine.sites[engine.base].first:  # a sum needs every site
             training = replace(training, unseen=())
         else:
             number = self.seed + [entry.name for entry in self.trainings].index(training.name)
