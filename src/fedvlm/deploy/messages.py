@@ -139,6 +139,7 @@ class OpenReply(Header):
     local: Texts
     samples: SampleCounts
     template: Text = ""  # of methods that learn prompts
+    software: Text = ""  # version of fedvlm at the site
 
 
 class RoundReply(Header):
