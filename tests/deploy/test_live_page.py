@@ -14,7 +14,7 @@ from fedvlm.classifier.personalised import Personalised
 from fedvlm.deploy.identity.certificates import record_contact
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.operations.events import EventLog, read_events
-from fedvlm.deploy.operations.live_page import create_app, prometheus_metrics, render_live_page
+from fedvlm.deploy.operations.live_page import create_app, render_live_page
 from fedvlm.deploy.operations.live_view import live_view
 from fedvlm.deploy.site import ledger as ledger_module
 from fedvlm.deploy.site import people
@@ -143,14 +143,6 @@ def test_nothing_but_a_classifier_can_be_downloaded(place, name):
     place.run()
     assert call_page(place.site("art"), f"/classifiers/{name}").status_code == 404
     assert call_page(place.kit.folder, f"/classifiers/{name}").status_code == 404
-
-
-def test_metrics_have_the_numbers_of_the_status(place):
-    place.run()
-    text = prometheus_metrics(place.kit.folder)
-    assert "\nfedvlm_round 3\n" in text and 'fedvlm_site_answers{site="art"} 1' in text
-    state = call_page(place.site("art"), "/state").json()
-    assert f"\nfedvlm_bytes_out {state['bytes out']}\n" in prometheus_metrics(place.site("art"))
 
 
 def test_a_run_that_ended_leads_to_its_report(place):

@@ -60,7 +60,7 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
             "noise",
             "channel.noise_multiplier must be at least 3, got 2",
         ),
-        (f"{OPEN}secure = true", "secure", "in a secure sum only"),
+        (f"{OPEN}plain = false", "plain", "in a verified sum only"),
     ],
 )
 def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, message):
@@ -72,12 +72,12 @@ def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, m
 
 
 def test_a_round_within_the_policy_is_admitted(tmp_path):
-    site_policy = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nsecure = true")
+    site_policy = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nplain = false")
     for channel in (
         Channel(clip=1.0, noise_multiplier=2.0),
         Channel(clip=0.1, noise_multiplier=9.0),
     ):
-        site_policy.admit(FEDOT, replace(channel, secure=True), LABELS)
+        site_policy.admit(FEDOT, replace(channel, verified=True), LABELS)
     site_policy.check_upload_size(9)
     with pytest.raises(RequestRefused, match="the reply has 10 bytes, but this site sends at most 9"):
         site_policy.check_upload_size(10)

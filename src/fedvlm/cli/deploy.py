@@ -479,3 +479,38 @@ def _describe_line(line: dict[str, Any]) -> str:
     if "strangers" in line:
         return f"{line['strangers']} messages that the server did not sign"
     return ", ".join(f"{name} {shape}" for name, shape in line["fields"].items())
+
+
+def export_app(
+    kind: Annotated[str, typer.Argument(help="Kind of app: flower.")],
+    folder: Annotated[Path, typer.Argument(help="New folder of the app.")],
+    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method (default: auto, or that of the experiment).")] = None,
+    data: Annotated[str | None, typer.Option(help="Data, unless every node has its own.")] = None,
+    encoder: Encoder = None,
+    set_: Set = None,
+) -> None:
+    """Write an experiment as a plain app for a Flower federation.
+
+    It runs with `flwr run` on any SuperLink whose nodes have fedvlm installed.
+    """
+    from fedvlm.deploy.flower_app.export import export_flower_app
+    from fedvlm.errors import SettingsError, unknown_name
+    from fedvlm.runner.experiment_files import find_experiment, read_toml
+    from fedvlm.runner.experiments import experiment_runs
+    from fedvlm.runner.settings import build
+
+    if kind != "flower":
+        raise unknown_name("kind of app", kind, ["flower"])
+    values: dict[str, Any] = read_toml(find_experiment(file)) if file else {"method": "auto"}
+    if method:
+        values.pop("methods", None)
+    overrides = {"method": method, "data": data, "encoder": encoder}
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    runs = experiment_runs(values, set_ or [])
+    if len(runs) > 1:
+        raise SettingsError(
+            f"{file} has {len(runs)} runs, and an app is one; choose one with --method, without a sweep"
+        )
+    export_flower_app(build(runs[0]), folder)
+    typer.echo(f"wrote the app to {folder}; run it: flwr run {folder} YOUR-SUPERLINK --stream")

@@ -15,6 +15,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.operations.live_view import finished_record, live_view
+from fedvlm.deploy.operations.metrics import prometheus_metrics
 from fedvlm.deploy.operations.status import is_server, site_status, status
 from fedvlm.deploy.site.consent import accept_request, format_request, refuse_request, waiting_requests
 from fedvlm.deploy.site.people import LoginError, authenticate, read_people
@@ -205,28 +206,6 @@ async def _stream(folder: Path) -> AsyncIterator[str]:
             last = text
             yield f"data: {text}\n\n"
         await asyncio.sleep(POLL_SECONDS)
-
-
-def prometheus_metrics(folder: Path) -> str:
-    """Return the numbers of the status in Prometheus' text format."""
-    state = status(folder)
-    lines = ["# TYPE fedvlm_up gauge", f"fedvlm_up {int(state['up'])}"]
-    if state["who"] == "server":
-        run = state["run"]
-        for name, key in (("round", "round"), ("rounds", "rounds"), ("accuracy", "share")):
-            if run.get(key) is not None:
-                lines += [f"# TYPE fedvlm_{name} gauge", f"fedvlm_{name} {run[key]}"]
-        lines.append("# TYPE fedvlm_site_answers gauge")
-        for site, site_state in state["sites"].items():
-            well = int(site_state["state"] in ("answers", "connected"))
-            lines.append(f'fedvlm_site_answers{{site="{_escape_label(site)}"}} {well}')
-    else:
-        lines += ["# TYPE fedvlm_bytes_out counter", f"fedvlm_bytes_out {state['bytes out']}"]
-    return "\n".join(lines) + "\n"
-
-
-def _escape_label(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
 
 
 def serve_live_page(folder: Path, port: int, ready: Callable[[str], None]) -> None:

@@ -202,8 +202,8 @@ def list_alarms(state: State) -> list[str]:
         if state["up"]
         else [f"the {state['who']} {'does not answer' if state['who'] == 'server' else 'is not running'}"]
     )
-    if (state["certificate days"] or 0) < FEW_DAYS:
-        out.append(f"the certificate expires in {state['certificate days']} days; renew it: fedvlm deploy renew")
+    if (days := state["certificate days"]) is None or days < FEW_DAYS:
+        out.append(f"the certificate: {format_days(days)}; renew it: fedvlm deploy renew")
     if state["free bytes"] < FEW_BYTES:
         out.append(f"only {format_bytes(state['free bytes'])} of disk are free")
     if state["who"] == "server":
@@ -225,7 +225,7 @@ def finished_record(state: Mapping[str, Any]) -> Record | None:
 
 
 def format_days(days: int | None) -> str:
-    return "-" if days is None else f"{days} days left" if days >= 0 else "expired"
+    return "none" if days is None else f"{days} days left" if days >= 0 else "expired"
 
 
 def format_seconds(seconds: float) -> str:

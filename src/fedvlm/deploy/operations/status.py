@@ -13,7 +13,13 @@ from typing import Any
 
 import fedvlm
 from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
-from fedvlm.deploy.identity.certificates import current_certificate, last_contact, read_own_certificate
+from fedvlm.deploy.identity.certificates import (
+    CERTIFICATE_FILE,
+    find_certificate,
+    last_contact,
+    read_certificate,
+    read_own_certificate,
+)
 from fedvlm.deploy.identity.enrolment import server_days_left
 from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
 from fedvlm.deploy.operations import events
@@ -77,7 +83,8 @@ def server_status(folder: Path) -> State:
     for name, site_state in sites.items():
         contact = last_contact(folder, name)
         site_state["contact"] = contact and contact.isoformat(timespec="seconds")
-        site_state["certificate days"] = _days_of(folder, name)
+        certificate = find_certificate(folder, name)
+        site_state["certificate days"] = certificate and certificate.days_left
         is_fresh = contact is not None and (datetime.now(UTC) - contact).total_seconds() < CONNECTED_SECONDS
         if is_fresh and site_state["state"] == "not seen":
             site_state["state"] = "connected"
@@ -90,10 +97,11 @@ def server_status(folder: Path) -> State:
     }
 
 
-def _days_of(folder: Path, site: str) -> int | None:
+def _own_days_left(folder: Path) -> int | None:
+    """Return the days of a site's certificate; the key, which may need a passphrase, is not read."""
     try:
-        return current_certificate(folder, site).days_left
-    except FedVLMError:  # it was revoked meanwhile
+        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).days_left
+    except (FedVLMError, OSError):  # none yet, or damaged: the site says so when it starts
         return None
 
 
@@ -114,7 +122,7 @@ def site_status(folder: Path) -> State:
     return {
         **{"who": "site", "name": kit.name, "address": kit.address, "up": is_locked(folder / ".lock")},
         **machine_facts(folder),
-        "certificate days": _certificate_days(kit),
+        "certificate days": _own_days_left(folder),
         "training": opened[-1] if opened else None,
         "last in": requests[-1]["time"] if requests else None,
         "trainings": f"{len(budget.trainings)} of {policy.trainings}",

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from fedvlm.channel.pipeline import DecodedUploads
-from fedvlm.channel.settings import check_secagg, with_deployment_bound
+from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.kits import REFERENCE_FILE, ServerKit, read_server
 from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
 from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
+from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.transcript import TRANSCRIPT_SUFFIX, Transcript
 from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle
 from fedvlm.engines.client import RemoteState, Task, TrainingTerms
 from fedvlm.engines.loop import ignore_sum
@@ -196,7 +198,11 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
         )
-    check_secagg(settings.channel, settings.method)
+    if settings.channel.verified and settings.selection != "last":
+        raise SettingsError(
+            f"selection = {settings.selection!r} needs scores of every site in every round, which a verified "
+            "sum does not have; leave it out"
+        )
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no images to take class names from; name the classes in the experiment, as [source] "
@@ -219,7 +225,7 @@ def describe_bound(settings: Settings) -> str:
             "changes above twice the round's median are shortened, and samples above four times the median do not "
             "count (channel.bound)"
         )
-    if channel.secure:
+    if channel.verified:
         return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
         return f"changes of a norm above {channel.bound} are refused (channel.bound)"
@@ -276,7 +282,8 @@ class DeployedRun:
             sites=list(self.kit.sites),
             record=str(self.record.folder),
         )
-        engine = RemoteEngine(
+        is_sum = settings.channel.verified and tuning is None
+        engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
         )
         engine.wait_for_sites()
@@ -305,6 +312,8 @@ class DeployedRun:
         else:
             self.record.compare({"identity": requested.identity()})
         name = file_name(training, seed)
+        if isinstance(engine, SumEngine):
+            engine.begin(Transcript(self.record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}"))
         terms, initial_local = self.make_terms(settings, engine, seed)
         return run_training(
             TrainingRun(settings, training, terms, self.record),

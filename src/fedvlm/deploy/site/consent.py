@@ -229,7 +229,7 @@ def describe_request(
         **{key: run[key] for key in ("purpose", "contact", "trainings", "rounds")},
         **{"method": method.name, "does": method_sentence(method)},
         "leaves": {key: list(value.shape) for key, value in upload.items()},
-        **{"bytes": count_bytes(upload), "secure": channel.secure, "scores": policy.score_detail},
+        **{"bytes": count_bytes(upload), "verified": channel.verified, "scores": policy.score_detail},
         **{"samples": len(site_training.labels), "groups": site_training.n_groups},
         "privacy": describe_cost(budget, policy, site_training.upload_cost * run["rounds"], run["rounds"]),
     }
@@ -254,7 +254,7 @@ def format_request(folder: Path, request: Request) -> list[tuple[str, str]]:
     groups = "the data do not say of how many patients" if facts["groups"] is None else f"{facts['groups']} patients"
     sizes = {name: " × ".join(map(str, shape)) or "1" for name, shape in facts["leaves"].items()}
     upload = ", ".join(f"{name} ({size} numbers)" for name, size in sizes.items()) or "nothing"
-    seen = "; the server sees only the sum with other sites" if facts["secure"] else ""
+    seen = "; the server sees only the sum with other sites" if facts["verified"] else ""
     scores = {"none": "no scores", "coarse": "rounded scores"}.get(facts["scores"], "exact scores")
     gains = [event for event in events.read_events(folder) if event["kind"] == "gained"]
     trainings = "one training" if facts["trainings"] == 1 else f"{facts['trainings']} trainings"

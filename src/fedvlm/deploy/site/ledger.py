@@ -303,10 +303,10 @@ class ReplyCache:
         return reply, state
 
     def uploads(self) -> Iterator[Message]:
-        """Yield the cached replies with an upload that the server could read."""
+        """Yield the cached replies with an upload."""
         for path in sorted(self.folder.glob("*")):
             cached = self._read(path)
-            if cached is not None and cached[0].arrays and not cached[0].header["masked"]:
+            if cached is not None and cached[0].arrays:
                 yield cached[0]
 
     def store(self, request: Message, reply: Message, state: Message) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import ClassStatistics, Method, setting
-from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_table
+from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, Range, ranged_field, read_table
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.messages import RequestRefused
 from fedvlm.errors import FedVLMError
@@ -28,14 +28,14 @@ SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 
 class Protection(Protocol):
-    """Describe what a policy checks of a channel: clipping, noise and secure sums."""
+    """Describe what a policy checks of a channel: clipping, noise and verified sums."""
 
     @property
     def clip(self) -> float: ...
     @property
     def noise_multiplier(self) -> float: ...
     @property
-    def secure(self) -> bool: ...
+    def verified(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Policy:
     noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be at least this
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
-    secure: bool = False  # uploads leave in a secure sum only
+    plain: bool = True  # uploads may leave one by one, not only in a verified sum
+    sum_of: int = ranged_field(3, Range(3))  # members that a verified sum must have, this site included
+    member_changes: int = ranged_field(0, NON_NEGATIVE)  # other sets of members, in sums over the same samples
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
     trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
     rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
@@ -83,8 +85,8 @@ class Policy:
                 f"got {channel.noise_multiplier:g}",
                 least=self.noise_multiplier,
             )
-        if self.secure and not channel.secure:
-            raise RequestRefused("secure")
+        if not (self.plain or channel.verified):
+            raise RequestRefused("plain")
         if len(labels) < self.min_samples:
             raise RequestRefused("samples", least=self.min_samples)
         cannot = isinstance(method, ClassStatistics) and setting(method, "min_class_samples") is None
@@ -191,9 +193,17 @@ RULE_TEXTS = {
         "repeated requests use the noise up; above the limit no upload leaves",
     ),
     "delta": ("δ at which ε is counted", "the probability that the bound ε does not hold"),
-    "secure": (
-        "uploads leave only in a secure sum",
-        "the server sees the sum of all uploads, and not this site's",
+    "plain": (
+        "uploads may leave one by one, and not only in a verified sum",
+        "a server that deviates recovers training embeddings from single uploads",
+    ),
+    "sum_of": (
+        "members that a verified sum must have, this site included",
+        "a sum of two shows each of them the upload of the other",
+    ),
+    "member_changes": (
+        "how often the members of sums over the same samples may change",
+        "two sums that differ by one member show the upload of that member",
     ),
     "scores": (
         'how exactly scores are reported: "exact", "coarse" or "none"',

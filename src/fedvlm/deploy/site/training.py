@@ -55,7 +55,7 @@ def load_site_training(
     seed = int(spec["seed"])
     if not kit.plays:
         policy.check_partition(settings.clients)
-    rows = load(settings, ignore_progress)[0] if kit.plays else _load_site_samples(kit, settings, spec["classes"])
+    rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, spec["classes"])
     check_samples(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
@@ -134,7 +134,7 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
     """Ignore progress: nobody watches a site's process."""
 
 
-def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
+def load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
     """Embed the site's own data by its own encoder, under the experiment's classes."""
     settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):

@@ -18,14 +18,8 @@ QUIET_ENVIRONMENT = {
 }
 PUBLIC_NAMES = {  # `api.NAME` is that of this module of Flower
     "ClientApp": "flwr.clientapp",
-    "FitIns": "flwr.common",
     "Grid": "flwr.serverapp",
-    "LegacyContext": "flwr.server",
-    "Parameters": "flwr.common",
-    "SecAggPlusWorkflow": "flwr.server.workflow",
     "TaskIdentity": "flwr.supercore.task_identity",
-    "parameters_to_ndarrays": "flwr.common",
-    "secaggplus_mod": "flwr.client.mod",
 }
 INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
     ("flwr.cli.app", "app"),
@@ -57,6 +51,7 @@ INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
     ("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker"),
     ("flwr.superlink.cli", "flower_superlink"),
     ("flwr.superlink.cli", "flwr_serverapp"),
+    ("flwr.superlink.cli.flower_superlink", "uvicorn.run"),
     ("flwr.superlink.extensions", "get_middleware"),
     ("flwr.superlink.grid.http_grid", "make_simple_http_retry_invoker"),
     ("flwr.superlink.grid.http_grid", "pull_objects"),
