@@ -15,6 +15,8 @@ from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.operations.events import EventLog, round_logger
 from fedvlm.deploy.server.launch import prepare_rehearsal, run_over_sites, running_processes, start_site
 from fedvlm.deploy.server.run import DeployedRun, check_deployable
+from fedvlm.deploy.site.consent import accept_request, waiting_requests
+from fedvlm.deploy.site.people import Person
 from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.flower.engine import local_grid
@@ -65,8 +67,9 @@ class Place:
         self.kit = replace(self.kit, **values)
 
     def settings(self, method=METHOD, **overrides):
-        source = {"classes": CLASSES}
-        return build({"method": method, "protocol": "own-test", "source": source, **overrides})
+        statement = {"purpose": "a test of consent", "contact": "tests@example.org"}
+        common = {"protocol": "own-test", "source": {"classes": CLASSES}, **statement}
+        return build({"method": method, **common, **overrides})
 
     def run(self, settings=None, out="run", grid=None):
         settings = settings or self.settings()
@@ -83,9 +86,15 @@ class Place:
         self.set_data(name, store(self.folder / f"other-{name}.npz", self.rows, keep, **columns))
         self.desks[name] = Site(read_site(self.site(name)))
 
-    def asks_for_consent(self, name):
+    def asks_for_consent(self, name, approvers=1):
         text = DEFAULT_POLICY_TEXT.replace("consent = false", "consent = true")
+        text = text.replace("approvers = 1", f"approvers = {approvers}")
         (self.site(name) / "policy.toml").write_text(text)
+
+    def consents(self, name, days=1.0):
+        """Accepts every request that waits at a site."""
+        for request in waiting_requests(self.site(name)):
+            accept_request(self.site(name), Person("A. Person", "approver"), request.plan, days)
 
     def alone(self, settings=None, out="alone"):
         settings = settings or self.settings()

@@ -96,15 +96,6 @@ def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
     assert deployed.tables[0] == pytest.approx(alone.tables[0])
 
 
-def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federation, tmp_path):
-    method = {"name": "fedavg", "rounds": 1, "lr": 1e-3}
-    settings = federation.settings(method, channel={"clip": 0.5, "secure": True})
-    hidden = run_over_sites(federation.kit, settings, tmp_path / "hidden")
-    plain = federation.settings(method, channel={"clip": 0.5}, engine="single")
-    assert tensors.max_relative_difference(shared(hidden), shared(execute(plain, tmp_path / "plain"))) < 1e-6
-    assert "cosine" not in hidden.rounds[0]  # what only someone who has the uploads could tell
-
-
 def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(federation, start_run, chrome, tmp_path):
     """Somebody looks at the server's page while a site's processes are killed."""
     federation.rules(deadline=10.0)

@@ -13,7 +13,7 @@ from fedvlm.deploy.server import launch
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening
 from fedvlm.deploy.server.run import check_deployable
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, give_consent
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.site.service import Site, UnsignedMessageError
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import Message, from_records, seal
@@ -216,7 +216,7 @@ def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
     with pytest.raises(FederationError, match="refused by its policy: nobody at this site has"):
         place.run()
     assert Ledger(place.site("art")).read().lines[-1]["direction"] == "refused"
-    give_consent(place.site("art"), "A. Person")
+    place.consents("art")
     place.run()
 
 
@@ -232,7 +232,7 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
     for overrides, error in (
         ({"smoke": True}, "smoke"),
         ({"source": {}}, "name the classes in the experiment"),
-        ({"channel": {"secure": True}, "method": "tofa"}, "channel.secure"),
+        ({"channel": {"verified": True}, "method": "tofa"}, "channel.verified"),
     ):
         with pytest.raises(SettingsError, match=error):
             check_deployable(place.kit, place.settings(**{"method": METHOD, **overrides}))

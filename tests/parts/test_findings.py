@@ -289,3 +289,10 @@ def test_prompts_and_transport_train_on_findings_in_images(tmp_path):
         scores = scores_of(result)
         assert set(scores) == {"a", "b"} and len(scores["a"]["findings"]) == 2
         assert json.loads(json.dumps(result.manifest))["multi_label"] is True
+
+
+def test_tables_show_auc_and_average_precision_and_each_finding():
+    clients, text = draw_clients()
+    table = run("ridge", clients, text).table(columns=["findings"])
+    for title in ("AUC, own", "AP, own", "AUC edema", "AP mass"):
+        assert title in table

@@ -21,7 +21,7 @@ from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import DataError, EncoderError, FederationError, SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.protocols import Training
-from fedvlm.runner.settings import Settings
+from fedvlm.runner.settings import MAX_STATEMENT_CHARS, Settings
 
 try:
     from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -51,6 +51,7 @@ def _check_scores(scores: dict[str, int | float]) -> dict[str, int | float]:
 
 
 Text = Annotated[str, StringConstraints(max_length=200), AfterValidator(_check_printable)]
+Statement = Annotated[str, StringConstraints(max_length=MAX_STATEMENT_CHARS), AfterValidator(_check_printable)]
 Texts = Annotated[list[Text], Field(max_length=100_000)]
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -83,6 +84,16 @@ class TuningSize(Fields):
     rounds: PositiveCount
 
 
+class RunPlan(Fields):
+    """Hold the whole run that a training is part of; a person at a site consents to it."""
+
+    identity: dict[str, Any]  # its settings before tuning
+    purpose: Statement
+    contact: Statement
+    trainings: PositiveCount  # a site opens, those of a tuning search included
+    rounds: Count  # a site answers
+
+
 class TrainingSpec(Fields):
     """Hold one training of an experiment: its settings, classes, seed and name."""
 
@@ -90,6 +101,7 @@ class TrainingSpec(Fields):
     classes: Texts
     seed: Count
     training: Text
+    run: RunPlan
     tuning: TuningSize | None = None
 
 
@@ -106,7 +118,6 @@ class RoundRequest(Header):
     trains: bool
     version: Count
     held: Annotated[list[Count], Field(max_length=8)]
-    largest: PositiveCount = 1  # samples of the largest client, in a secure sum
 
 
 class SampleCounts(Fields):
@@ -133,7 +144,6 @@ class RoundReply(Header):
     """Hold the scores of a round beside its upload, which travels as arrays."""
 
     client: Text
-    masked: bool
     version: Count
     uploads: bool
     releases: Count
@@ -199,12 +209,13 @@ POLICY_REFUSALS = {
     "method": "the method is not allowed here",
     "clip": "channel.clip must be above 0 and at most {most:g}",
     "noise": "channel.noise_multiplier must be at least {least:g}",
-    "secure": "uploads leave this site in a secure sum only; set channel.secure",
+    "plain": "uploads leave this site in a verified sum only; set channel.verified",
     "consent": "nobody at this site has consented to training",
     "consent refused": "a person at this site has refused",
     "consent ended": "the consent given at this site has ended",
-    "consent method": "the consent given at this site is not for this method",
-    "consent damaged": "the consent given at this site cannot be read",
+    "consent limit": "the person at this site consented to {most} of these, and they are done",
+    "purpose": "a person here has to consent, and the request names no purpose or no contact; set both in the "
+    "experiment",
     "withdrawn": "this site has withdrawn from the federation",
     "class": "a class has fewer than {least} training samples, and the method uploads every class",
     "samples": "it has fewer than {least} training samples",
@@ -290,8 +301,9 @@ def training_spec(settings: Settings, training: Training, seed: int) -> dict[str
 
 
 def training_key(spec: Mapping[str, Any]) -> str:
-    """Identify one training of one experiment; sites name their files by it."""
-    return sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+    """Identify one training of one experiment, whatever run it is part of; sites name their files by it."""
+    own = {key: value for key, value in spec.items() if key != "run"}
+    return sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def normalise_class_name(name: str) -> str:

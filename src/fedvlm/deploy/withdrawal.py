@@ -95,8 +95,8 @@ def removal_obstacle(settings: Settings) -> str:
     method, channel = settings.method, settings.channel
     if upload_sum(method) != "total":
         return f"what {method.name} shares is trained or averaged, and not a plain sum of uploads"
-    if channel.secure:
-        return "the server has seen only a secure sum"
+    if channel.verified:
+        return "the server has seen only a verified sum"
     if channel.noise_multiplier or setting(method, "noise_multiplier"):
         return "the uploads had noise"
     if channel.aggregation != "mean":

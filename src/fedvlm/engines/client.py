@@ -200,7 +200,7 @@ class RoundReplies:
 
     replies: Mapping[str, ClientReply]
     missing: Mapping[str, str] = field(default_factory=dict)
-    secure_sum: Tensors | None = None  # of the uploads, if the server only gets their secure sum
+    decoded_sum: Tensors | None = None  # of the uploads, if the server only gets their verified sum
     min_clients: int = 0  # replies that must remain if some are refused later
 
 

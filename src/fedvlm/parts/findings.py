@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm import tensors
 from fedvlm.core import (
     ClassStatistics,
     Client,
@@ -28,6 +27,7 @@ from fedvlm.core import (
 from fedvlm.errors import SettingsError
 from fedvlm.parts.bodies import adapts
 
+SINGLE_PREFIX = "finding "  # of a tensor that not all findings have in one shape
 Means = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -74,10 +74,6 @@ def finding_client(client: Client, finding: int) -> Client:
     return replace(client, y=y, val_y=val_y, order=order, texts=client.texts[..., :2, :0, :])
 
 
-def select_finding(stacked: Tensors, finding: int) -> Tensors:
-    return {key: value[finding] for key, value in stacked.items()}
-
-
 def per_finding(method: Method) -> Method:
     """Return the method as it trains all findings of `frozen.classes`, each as a binary problem."""
     check_multi_label(method)
@@ -115,7 +111,7 @@ class _Verbs:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         pairs = [self.single.init(finding_frozen(frozen, finding)) for finding in range(len(frozen.classes))]
-        return tensors.stack([shared for shared, _ in pairs]), tensors.stack([local for _, local in pairs])
+        return _stack([shared for shared, _ in pairs]), _stack([local for _, local in pairs])
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         return _stack([self.single.send(part, id) for part in _unstack(shared)])
@@ -130,30 +126,27 @@ class _Verbs:
             )
             for finding in range(len(frozen.classes))
         ]
-        return tensors.stack([upload for upload, _ in pairs]), tensors.stack([new_local for _, new_local in pairs])
+        return _stack([upload for upload, _ in pairs]), _stack([new_local for _, new_local in pairs])
 
     def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         pairs = [
             self.single.update_many(
                 finding_frozen(frozen, finding),
-                {key: value[:, finding] for key, value in sent.items()},
-                {key: value[:, finding] for key, value in local.items()},
+                _select_of_clients(sent, finding),
+                _select_of_clients(local, finding),
                 finding_client(clients, finding),
             )
             for finding in range(len(frozen.classes))
         ]
-        uploads, locals_ = ([pair[which] for pair in pairs] for which in (0, 1))
-        return (
-            {key: torch.stack([upload[key] for upload in uploads], dim=1) for key in uploads[0]},
-            {key: torch.stack([new_local[key] for new_local in locals_], dim=1) for key in locals_[0]},
-        )
+        uploads, locals_ = (_stack([pair[which] for pair in pairs]) for which in (0, 1))
+        return _clients_first(uploads), _clients_first(locals_)
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         by_finding = zip(_unstack(shared), *map(_unstack, uploads), strict=True)
         return _stack([self.single.aggregate(part, parts, weights, ids) for part, *parts in by_finding])
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        return tensors.stack(
+        return _stack(
             [
                 self.single.adapt(
                     finding_frozen(frozen, finding),
@@ -206,13 +199,35 @@ class _Verbs:
         for key, pair in means.items():
             finding, _, name = key.partition(" ")
             by_finding.setdefault(int(finding), {})[name] = pair
-        return tensors.stack([self.single.from_means(by_finding[finding]) for finding in sorted(by_finding)])
+        return _stack([self.single.from_means(by_finding[finding]) for finding in sorted(by_finding)])
+
+
+def _clients_first(stacked: Tensors) -> Tensors:
+    """Exchange the axes of findings and clients."""
+    return {key: v if key.startswith(SINGLE_PREFIX) else v.transpose(0, 1) for key, v in stacked.items()}
+
+
+def _select_of_clients(stacked: Tensors, finding: int) -> Tensors:
+    return select_finding(_clients_first(stacked), finding)
 
 
 def _stack(parts: Sequence[Tensors]) -> Tensors:
-    return tensors.stack(parts) if parts else {}  # nothing is shared
+    """Stack the tensors that all findings have in one shape; the others keep a name with the finding's number."""
+    shapes = [{key: value.shape for key, value in part.items()} for part in parts]
+    regular = [key for key in shapes[0] if all(shape.get(key) == shapes[0][key] for shape in shapes)] if parts else []
+    out = {key: torch.stack([part[key] for part in parts]) for key in regular}
+    for finding, part in enumerate(parts):
+        out |= {f"{SINGLE_PREFIX}{finding} {key}": value for key, value in part.items() if key not in regular}
+    return out
+
+
+def select_finding(stacked: Tensors, finding: int) -> Tensors:
+    """Invert `_stack` for one finding."""
+    prefix = f"{SINGLE_PREFIX}{finding} "
+    out = {key: value[finding] for key, value in stacked.items() if not key.startswith(SINGLE_PREFIX)}
+    return out | {key.removeprefix(prefix): value for key, value in stacked.items() if key.startswith(prefix)}
 
 
 def _unstack(stacked: Tensors) -> list[Tensors]:
-    count = len(next(iter(stacked.values()))) if stacked else 0
-    return [select_finding(stacked, finding) for finding in range(count)]
+    counts = [len(value) for key, value in stacked.items() if not key.startswith(SINGLE_PREFIX)]
+    return [select_finding(stacked, finding) for finding in range(counts[0] if counts else 0)]

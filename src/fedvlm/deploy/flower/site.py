@@ -19,7 +19,6 @@ from typing import Any
 from fedvlm.deploy.flower import LinkedSubprocess, make_retrying, replace_attributes, start_superexec
 from fedvlm.deploy.flower.access import TOKEN_FOLDER_VARIABLE, AccessMiddleware, attach_token, auth_token
 from fedvlm.engines.flower import QUIET_ENVIRONMENT, import_flower
-from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.messages import Message, from_bytes, from_records, read_context_state, to_bytes, to_records
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import write_file
@@ -206,7 +205,7 @@ def create_client_app() -> Any:
     app = import_flower()
     from flwr.clientapp import ClientApp
 
-    client = ClientApp(mods=[flower_secure.mask_upload])
+    client = ClientApp()
 
     def handle(message: Any, context: Any) -> Any:
         try:
@@ -218,10 +217,9 @@ def create_client_app() -> Any:
 
     def forward(message: Any, context: Any) -> Any:
         state = read_context_state(context, "the state of this site")
-        hidden = flower_secure.unwrap_request(message.content)
-        reply, after = query_site(hidden or from_records(message.content, "the request"), state)
+        reply, after = query_site(from_records(message.content, "the request"), state)
         context.state = to_records(after)
-        return app.Message(flower_secure.wrap_reply(reply, hidden is not None), reply_to=message)
+        return app.Message(to_records(reply), reply_to=message)
 
     client.train()(handle)
     client.query()(handle)

@@ -1,6 +1,5 @@
 """Exchange signed Flower messages with real sites."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
@@ -67,8 +66,7 @@ class RemoteEngine(FlowerEngine):
     ) -> None:
         self.log_event, self.last_log_time = log_event, 0.0  # when it last said whom it waits for
         self.channel = Channel(**spec["identity"]["channel"])
-        secure = self.channel.secure
-        super().__init__(grid, {}, training_key(spec), kit.quorum, kit.deadline, secure)
+        super().__init__(grid, {}, training_key(spec), kit.quorum, kit.deadline)
         self.kit, self.spec, self.reference = kit, spec, reference
         self.sign = Signer(kit.folder / "signing.key")
         self.site_keys: dict[str, str] = {}  # that the sites which are there have come with
@@ -115,12 +113,8 @@ class RemoteEngine(FlowerEngine):
     def describe_error(self, error: Any) -> str:
         """Return our own sentence for a reported error; of any other text, one printable line at most."""
         if type(error) is str:
-            inner = error[error.find("{") : error.rfind("}") + 1]  # of a secure sum, inside Flower's
-            try:
-                error = json.loads(inner)
-            except (ValueError, RecursionError):
-                plain = " ".join(error.split())[:300]
-                return "".join(char for char in plain if char.isprintable())
+            plain = " ".join(error.split())[:300]
+            return "".join(char for char in plain if char.isprintable())
         return render_error(error)
 
     def check(self, message: Message, id: str, request: Message) -> None:

@@ -20,7 +20,14 @@ from fedvlm.deploy.flower.processes import (
 )
 from fedvlm.deploy.kits import ServerKit, create_kits, read_server
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
-from fedvlm.deploy.server.run import ERROR_FILE, JOIN_RESULT_FILE, RUN_REQUEST_FILE, check_deployable, with_rules
+from fedvlm.deploy.server.run import (
+    ERROR_FILE,
+    JOIN_RESULT_FILE,
+    RUN_REQUEST_FILE,
+    check_deployable,
+    stated_settings,
+    with_rules,
+)
 from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import FederationError, SettingsError, unknown_name
@@ -30,7 +37,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
-from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import read_json, to_toml, write_file, write_json
 
 STATUS_INTERVAL_SECONDS = 20.0  # seconds between questions to Flower whether a run still runs
@@ -142,7 +149,7 @@ def run_over_sites(
         if progress_file.exists():
             report_progress(*read_json(progress_file))
 
-    request = {"out": str(folder.resolve()), "identity": settings.identity(), "rules": rules}
+    request = {"out": str(folder.resolve()), "identity": settings.identity(), **settings.statement, "rules": rules}
     _request_run(kit, request, lambda: record.result() is not None, print_line, step)
     progress_file.unlink(missing_ok=True)
     return Result(folder)
@@ -223,8 +230,8 @@ def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line:
     run_names = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
     if name not in run_names:
         raise unknown_name("run of this server", name, run_names)
-    identity = read_json(place / "manifest.json")["identity"]
-    return run_over_sites(kit, build(identity), place, progress=progress, print_line=print_line)
+    settings = stated_settings(read_json(place / "manifest.json"))
+    return run_over_sites(kit, settings, place, progress=progress, print_line=print_line)
 
 
 def _print_events(tail: EventTail, print_line: Callable[[str], None]) -> None:

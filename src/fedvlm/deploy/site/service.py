@@ -42,15 +42,23 @@ from fedvlm.deploy.messages import (
 )
 from fedvlm.deploy.operations.events import EventLog, EventLogger
 from fedvlm.deploy.operations.security_log import log_security
+from fedvlm.deploy.site.consent import (
+    check_consent,
+    check_consented_size,
+    check_plan,
+    describe_request,
+    plan_hash,
+    store_request,
+)
 from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
-from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, describe_request, load_site_training
+from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, load_site_training
 from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
-from fedvlm.runner.settings import build
+from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import fit_calibration
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
@@ -102,7 +110,8 @@ class Site:
             policy = current_policy(self.kit.folder)
             if isinstance(fields, OpenRequest):
                 self.budget.admit(policy, "training", fields.training, 0.0)
-                reply, costs = self.open_training(request, policy), {"costs": "training"}
+                costs = {"costs": "training", "plan": plan_hash(request.header["spec"])}
+                reply = self.open_training(request, policy)
             else:
                 reply, state, costs = self._run_round(request, fields, state, policy)
             policy.check_upload_size(sum(array.nbytes for array in reply.arrays.values()))
@@ -120,7 +129,10 @@ class Site:
         kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
         training = self._load_training(key, policy)
         site_training, world = self.site_trainings[key], training.world
-        policy.admit(self.kit.folder, world.method, world.channel, site_training.labels)
+        policy.admit(world.method, world.channel, site_training.labels)
+        if policy.consent:
+            check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
+            check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
         if (cached := ReplyCache(self._folder(key)).read(request)) is not None:
             return cached[0], training.restore(cached[1]) if fields.trains else state, {}
         spends = site_training.upload_cost if kind == "upload" else 0.0
@@ -175,10 +187,11 @@ class Site:
         key, settings = training_key(spec), build(spec["identity"])
         if key != request.header["training"]:
             raise ReportedError("request", "the key of the training does not match its settings")
+        check_plan(spec, settings)
         site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy)
+        policy.admit(settings.method, settings.channel, site_training.labels)
         if policy.consent:
-            self.log_event("asks", **describe_request(settings, site_training, self.budget, policy))
-        policy.admit(self.kit.folder, settings.method, settings.channel, site_training.labels)
+            self._check_consent(spec, settings, site_training, policy)
         self._admit_tuning(spec, key, site_training, policy)
         self._log_suppressed_classes(site_training, policy)
         folder = self._folder(key)
@@ -205,6 +218,22 @@ class Site:
         )
         first = {f"shared/{name}": value for name, value in shared.items()}
         return Message(header, to_arrays(first | ({} if frozen.text is None else {"text": frozen.text})))
+
+    def _check_consent(
+        self, spec: Mapping[str, Any], settings: Settings, site_training: SiteTraining, policy: Policy
+    ) -> None:
+        """Refuse a training that people have not consented to, and keep the request for them."""
+        if not (spec["run"]["purpose"].strip() and spec["run"]["contact"].strip()):
+            raise RequestRefused("purpose")
+        try:
+            check_consent(self.kit.folder, policy, plan_hash(spec))
+        except RequestRefused as refusal:
+            if refusal.code in ("consent", "consent ended"):
+                facts = describe_request(spec, settings, site_training, self.budget, policy)
+                if store_request(self.kit.folder, spec, facts):
+                    self.log_event("asks", plan=plan_hash(spec), **facts)
+            raise
+        check_consented_size(spec, settings.method.rounds, self.budget, training_key(spec))
 
     def _admit_tuning(self, spec: Mapping[str, Any], key: str, site_training: SiteTraining, policy: Policy) -> None:
         """Admit a whole tuning search when its first trial is opened, or none of it."""

@@ -18,14 +18,8 @@ QUIET_ENVIRONMENT = {
 }
 PUBLIC_NAMES = {  # `api.NAME` is that of this module of Flower
     "ClientApp": "flwr.clientapp",
-    "FitIns": "flwr.common",
     "Grid": "flwr.serverapp",
-    "LegacyContext": "flwr.server",
-    "Parameters": "flwr.common",
-    "SecAggPlusWorkflow": "flwr.server.workflow",
     "TaskIdentity": "flwr.supercore.task_identity",
-    "parameters_to_ndarrays": "flwr.common",
-    "secaggplus_mod": "flwr.client.mod",
 }
 INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
     ("flwr.cli.app", "app"),
