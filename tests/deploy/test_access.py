@@ -3,12 +3,13 @@
 import asyncio
 from base64 import b64encode
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from fedvlm.deploy.flower import replace_attributes
+from fedvlm.deploy.flower import access, replace_attributes
 from fedvlm.deploy.flower.access import CONTROL_PREFIXES, SECRET_FILE, SITE_PATHS, TOKEN_HEADER, auth_token
 from fedvlm.deploy.flower.processes import flower_environment
 from fedvlm.deploy.flower.server import install_middleware
@@ -30,7 +31,12 @@ from fedvlm.errors import SettingsError
 import_flower()
 import flwr.superlink.extensions as extensions  # noqa: E402
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key  # noqa: E402
+from flwr.app import ConfigRecord  # noqa: E402
+from flwr.common.constant import NOOP_FLWR_AID  # noqa: E402
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse  # noqa: E402
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest  # noqa: E402
+from flwr.proto.node_pb2 import Node  # noqa: E402
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType  # noqa: E402
 from flwr.supercore.date import now  # noqa: E402
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message  # noqa: E402
 from flwr.superlink.main import create_app  # noqa: E402
@@ -288,17 +294,78 @@ def test_what_the_gate_names_is_there(app):
 
 def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeypatch):
     """Neither one that says its length, nor one that does not and goes on for ever."""
-    monkeypatch.setattr("fedvlm.deploy.flower.access.MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_CALL_BYTES", 500)
     headers, _ = signed(key_of(folder, "a"))
-    path = "/v1/fleet/push-object"
-    assert call(app, path, content=bytes(1001), **headers).status_code == 413
-    sent = []
+    assert call(app, access.OBJECT_PATH, content=bytes(1001), **headers).status_code == 413
+    assert call(app, "/v1/fleet/push-messages", content=bytes(501), **headers).status_code == 413
 
     async def endless():
-        for _ in range(100):
-            sent.append(1)
-            yield bytes(100)
+        raise AssertionError("it was read")
+        yield b""
 
-    assert call(app, path, content=endless(), **headers).status_code >= 400
-    assert len(sent) == 11  # and no more was read
+    assert call(app, access.OBJECT_PATH, content=endless(), **headers).status_code == 411
     assert activate(app, key_of(folder, "a")).status_code == 200
+
+
+def test_an_object_that_nobody_asked_for_is_refused(app, folder):
+    """And one that its message has announced is not."""
+    node = ActivateNodeResponse.FromString(activate(app, key_of(folder, "a")).content).node_id
+    state = app.state.linkstate_factory.state()
+    run = state.create_run("f/a", "1", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP)
+    task = state.get_run_info(run_ids=[run])[0].primary_task_id
+    state.claim_task(task)
+    state.activate_task(task)
+    content = ConfigRecord({"a": 1}).deflate()
+    object_id = sha256(content).hexdigest()
+
+    def push():
+        request = PushObjectRequest(node=Node(node_id=node), run_id=run, object_id=object_id, object_content=content)
+        headers, _ = signed(key_of(folder, "a"))
+        return call(app, access.OBJECT_PATH, content=request.SerializeToString(), **headers).status_code
+
+    assert push() == 404
+    session = state.start_session(run)
+    state._object_push_sessions[session].pending_object_ids.add(object_id)
+    state.object_store.preregister(run, ObjectTree(object_id=object_id))
+    assert push() == 200
+
+
+def test_sites_together_fill_no_more_than_their_part_of_the_memory(folder, monkeypatch):
+    """Calls that are being read count; one site has less than all."""
+    monkeypatch.setattr(access, "MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_TOTAL_BYTES", 1500)
+
+    async def both():
+        release = asyncio.Event()
+
+        async def slow(scope, receive, send):
+            await release.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body"})
+
+        keys = access.SiteKeys(folder, lambda scope, key: None)
+        middleware = access.AccessMiddleware(slow, "", keys)
+
+        async def push(name, size):
+            statuses = []
+
+            async def send(message):
+                statuses.append(message.get("status"))
+
+            words = {"content-length": str(size), **signed(key_of(folder, name))[0]}
+            header_list = [(key.replace("_", "-").encode(), word.encode()) for key, word in words.items()]
+            await middleware({"type": "http", "path": access.OBJECT_PATH, "headers": header_list}, None, send)
+            return statuses[0]
+
+        reading = [asyncio.create_task(push("a", 900))]
+        await asyncio.sleep(0)
+        assert await push("a", 200) == 503  # its own part is full
+        reading.append(asyncio.create_task(push("b", 500)))
+        await asyncio.sleep(0)
+        assert await push("b", 200) == 503  # all is full
+        release.set()
+        assert [await task for task in reading] == [200, 200]
+        assert await push("b", 1000) == 200  # and free again
+
+    asyncio.run(both())

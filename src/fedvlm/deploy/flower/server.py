@@ -11,6 +11,7 @@ from importlib import import_module
 from math import inf
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 from fedvlm.deploy.flower import LinkedSubprocess, make_retrying, replace_attributes, start_superexec
@@ -81,6 +82,9 @@ def run_superlink() -> None:
         *("--port", port),
         *("--database", str(folder / "superlink.db")),
     ]
+    from fedvlm.deploy.flower.port import serve
+
+    replace_attributes(import_module("flwr.superlink.cli.flower_superlink"), uvicorn=SimpleNamespace(run=serve))
     import_module("flwr.superlink.cli").flower_superlink()
 
 

@@ -51,6 +51,7 @@ INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
     ("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker"),
     ("flwr.superlink.cli", "flower_superlink"),
     ("flwr.superlink.cli", "flwr_serverapp"),
+    ("flwr.superlink.cli.flower_superlink", "uvicorn.run"),
     ("flwr.superlink.extensions", "get_middleware"),
     ("flwr.superlink.grid.http_grid", "make_simple_http_retry_invoker"),
     ("flwr.superlink.grid.http_grid", "pull_objects"),
