@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import fedvlm
-from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
+from fedvlm.deploy.flower.fleet import Unreachable, check_server, server_date
 from fedvlm.deploy.identity.certificates import (
     CERTIFICATE_FILE,
     find_certificate,
