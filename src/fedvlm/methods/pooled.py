@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.maths.logistic_regression import fit_best_head, split_head
 from fedvlm.methods._heads import fit_head_alone
 from fedvlm.methods._logistic import zero_shot_head
@@ -43,5 +43,7 @@ class Pooled(CheckedSettings):
         return {"remaining gradient": float(sent["gradient"])}
 
     name = "pooled"
-    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(centralised=True))
+    traits = Traits(
+        needs=frozenset({"image"}), privacy=PrivacyTraits(centralised=True), classes=ClassTraits(multi_label=True)
+    )
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation

@@ -131,7 +131,7 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:
     """Return the accuracy of random guessing, where a column is an accuracy over all classes."""
-    chance = 1 / len(result.manifest["classes"])
+    chance = 1 / (2 if result.manifest.get("multi_label") else len(result.manifest["classes"]))
     other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")} | {
         "own classes only"
     }
