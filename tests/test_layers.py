@@ -34,6 +34,7 @@ ORDER = [
     "report",
     "result",
     "estimator",
+    "serving",
     "deploy",
     "cli",
 ]
