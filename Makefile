@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 PARALLEL_PYTEST := $(PYTEST) -n $(WORKERS)
 
-.PHONY: demo test test-all test-encoders test-long browser check bench docs tables sbom lock clean
+.PHONY: demo test test-all test-encoders test-long browser tools check bench docs tables sbom lock clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -19,7 +19,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m 'deployed and not slow and not long'
 
 # Tests with kills or real processes can time out on a busy machine: they are retried once, and pytest reports the retry.
-test-all: $(VENV)/.dev browser
+test-all: $(VENV)/.dev browser tools
 	$(PARALLEL_PYTEST) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
 
@@ -39,6 +39,12 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } \
 	|| echo "no chromium: install chromium and chromium-driver; without them the tests of the page are skipped"
+
+# Metrics and proxies are tested with the real programs; haproxy is in /usr/sbin.
+tools:
+	@PATH=$$PATH:/usr/sbin; command -v promtool >/dev/null && command -v tinyproxy >/dev/null && command -v haproxy >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus tinyproxy-bin haproxy; } \
+	|| echo "no promtool, tinyproxy or haproxy: without them their tests are skipped"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Clip, noise, rounding and the secure sum: each keeps its law, and off changes nothing."""
+"""Clip, noise, rounding and the verified sum: each keeps its law, and off changes nothing."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import Channel, steps
+from fedvlm.channel import Channel, verified
 from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.channel.settings import check_channel
 from fedvlm.channel.steps import (
@@ -65,14 +65,14 @@ def test_a_run_with_a_channel_says_so_in_its_table_and_line(rows, tmp_path):
     import fedvlm
 
     method = {"name": "fedavg", "rounds": 1}
-    through = {"clip": 0.5, "noise_multiplier": 2.0, "secure": True}
-    result = fedvlm.run(method, embedded=rows, out=tmp_path / "a", channel=through)
-    assert "channel.clip=0.5, channel.noise_multiplier=2.0, channel.secure=True" in result.table()
+    through = {"clip": 0.5, "noise_multiplier": 2.0, "verified": True}
+    result = fedvlm.run(method, embedded=rows, out=tmp_path / "a", channel=through, protocol="own-test")
+    assert "channel.clip=0.5, channel.noise_multiplier=2.0, channel.verified=True" in result.table()
     assert result.manifest["identity"]["channel"]["noise_multiplier"] == 2.0
     assert result.rounds[0]["epsilon"] > 0
     plain = fedvlm.run(method, embedded=rows, out=tmp_path / "b")
     assert "channel" not in plain.table()
-    assert not any(plain.manifest["identity"]["channel"][key] for key in ("clip", "secure"))
+    assert not any(plain.manifest["identity"]["channel"][key] for key in ("clip", "verified"))
 
 
 def test_a_channel_that_is_off_leaves_settings_and_records_as_they_were():
@@ -192,77 +192,101 @@ def test_epsilon_grows_round_by_round_and_is_the_gaussian_mechanisms_own():
     ]
 
 
-def test_a_secure_sum_hides_a_client_in_the_noise_of_all():
+def test_a_verified_sum_hides_a_client_in_the_noise_of_all():
     """Uniform weights: n clients' noise against one client's change."""
-    _, lines, _ = run(Channel(clip=0.1, noise_multiplier=2.0, secure=True), "fedot")
+    _, lines, _ = run(Channel(clip=0.1, noise_multiplier=2.0, verified=True), "fedot")
     assert lines[0]["epsilon"] == pytest.approx(epsilon(2.0 * math.sqrt(4), 1), rel=1e-9)
-    costs = UploadPipeline(Channel(clip=1.0, noise_multiplier=2.0, secure=True)).cost({"a": 3.0, "b": 4.0})
+    costs = UploadPipeline(Channel(clip=1.0, noise_multiplier=2.0, verified=True)).cost({"a": 3.0, "b": 4.0})
     assert costs == {"a": 9 / 25 / 4, "b": 16 / 25 / 4}
 
 
-def masked(count, shape=(9, 5)):
+def masked(count, shape=(9, 5), bound=b"round 0"):
+    """Uploads of members under masks of secrets that each pair shares."""
     ids = [f"client-{i:02}" for i in range(count)]
     plain = {id: {"w": numbers(*shape, seed=i).double()} for i, id in enumerate(ids)}
-    return (
-        ids,
-        plain,
-        {
-            id: steps.mask_upload(steps.to_fixed_point(upload, count, id), ids, id, (1, 0))
-            for id, upload in plain.items()
-        },
-    )
+    hidden = {}
+    for id, upload in plain.items():
+        pairs = {peer: tuple(sorted([id, peer])) for peer in ids if peer != id}
+        keys = {peer: verified.derive_key(str(pair).encode(), b"salt", bound) for peer, pair in pairs.items()}
+        vector = verified.pack_integers(verified.to_fixed_point(upload, count, id))
+        hidden[id] = verified.mask_vector(vector, id, keys)
+    return ids, plain, hidden
+
+
+def total(hidden, template):
+    sums = verified.unpack_integers(verified.add_vectors(hidden), template)
+    return sums["w"].double() / verified.FIXED_POINT_STEPS
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 40, 100])
 def test_the_masked_sum_is_the_plain_sum_to_fixed_point(count):
     ids, plain, hidden = masked(count)
     expected = sum(plain[id]["w"] for id in ids)
-    got = steps.sum_masked(hidden[id] for id in ids)["w"].double() / steps.FIXED_POINT_STEPS
-    assert (got - expected).abs().max() <= count / 2 / steps.FIXED_POINT_STEPS
+    got = total(hidden.values(), plain[ids[0]])
+    assert (got - expected).abs().max() <= count / 2 / verified.FIXED_POINT_STEPS
 
 
 def test_a_masked_upload_looks_random_and_a_missing_one_spoils_the_sum():
     ids, plain, hidden = masked(5, (100, 100))
-    bits = hidden[ids[0]]["w"].numpy().view(np.uint8).reshape(-1, 8)
+    bits = hidden[ids[0]].view(np.uint8).reshape(-1, 8)
     for byte in range(8):  # every byte of the numbers is even over its 256 values
         counts = np.bincount(bits[:, byte], minlength=256)
         square = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
         assert 150 < square < 370  # χ² with 255 degrees of freedom, past its 1e-5 tails
-    values = hidden[ids[0]]["w"].double().flatten()
+    values = torch.from_numpy(hidden[ids[0]].view(np.int64)).double()
     stacked = torch.stack([values, plain[ids[0]]["w"].flatten()])
     assert abs(float(torch.corrcoef(stacked)[0, 1])) < 0.05
-    got = steps.sum_masked(hidden[id] for id in ids[1:])["w"].double() / steps.FIXED_POINT_STEPS
+    got = total([hidden[id] for id in ids[1:]], plain[ids[0]])
     assert (got - sum(plain[id]["w"] for id in ids[1:])).abs().median() > 1e6
 
 
+def test_masks_of_different_rounds_have_nothing_in_common():
+    first, second = (masked(3, (50, 50), bound)[2]["client-00"] for bound in (b"round 0", b"round 1"))
+    assert not (first == second).any()
+
+
 def test_numbers_a_masked_sum_would_garble_are_refused_by_name():
-    for bad in (torch.nan, torch.inf, 9.0, -8.0):
+    for bad in (torch.nan, torch.inf, 2.0**30 / 3, -(2.0**40)):
         value = {"w": torch.tensor([0.0, 1, 2, 3, 4, bad], dtype=torch.float64)}
         with pytest.raises(FederationError, match="client b, round 3: 1 of 6 numbers of 'w'"):
-            steps.check_limit(value, steps.SECAGG_LIMIT, "client b, round 3")
+            verified.to_fixed_point(value, 3, "client b, round 3")
     with pytest.raises(FederationError, match="'n' holds integers"):
-        steps.weight_upload({"n": torch.tensor([3])}, 40.0, "client b")
+        verified.weight_upload({"n": torch.tensor([3])}, 40.0, "client b")
     with pytest.raises(FederationError, match="numbers of 'n'"):
-        steps.to_fixed_point({"n": torch.tensor([2**61])}, 3, "client b")
+        verified.to_fixed_point({"n": torch.tensor([2**61])}, 3, "client b")
 
 
 def test_whole_numbers_are_summed_exactly():
-    ids = ["a", "b", "c"]
-    plain = {id: {"n": torch.tensor([2**55 + i, -i])} for i, id in enumerate(ids)}
-    hidden = [steps.mask_upload(steps.to_fixed_point(plain[id], 3, id), ids, id, (0,)) for id in ids]
-    assert steps.sum_masked(hidden)["n"].tolist() == [3 * 2**55 + 3, -3]
+    plain = [{"n": torch.tensor([2**55 + i, -i])} for i in range(3)]
+    vectors = [verified.pack_integers(verified.to_fixed_point(upload, 3, "")) for upload in plain]
+    sums = verified.unpack_integers(verified.add_vectors(vectors), plain[0])
+    assert sums["n"].tolist() == [3 * 2**55 + 3, -3]
+
+
+def test_a_sum_of_another_layout_is_refused():
+    with pytest.raises(FederationError, match="must have 6 numbers, got 5"):
+        verified.unpack_integers(np.zeros(5, np.uint64), {"w": torch.zeros(2, 3)})
+
+
+def test_a_state_beyond_the_bounds_is_refused():
+    """A wrong mask, or a member's upload that is not clipped."""
+    before = {"head": torch.zeros(4, 4)}
+    verified.check_state(Channel(clip=1.0), make("fedavg"), before, {"head": torch.full((4, 4), 0.25)}, 3)
+    for wrong in (0.26, torch.nan, torch.inf):
+        with pytest.raises(FederationError, match="but channel.clip and noise allow 1;"):
+            verified.check_state(Channel(clip=1.0), make("fedavg"), before, {"head": torch.full((4, 4), wrong)}, 3)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedot"])
-def test_a_secure_run_ends_where_a_plain_one_does(method):
+def test_a_verified_run_ends_where_a_plain_one_does(method):
     plain, _, _ = run(Channel(), method)
-    hidden, lines, _ = run(Channel(secure=True), method)
+    hidden, lines, _ = run(Channel(clip=10.0, verified=True), method)
     assert tensors.max_relative_difference(hidden.shared, plain.shared) < 1e-6
     assert "cosine" not in lines[0]
     assert lines[0]["clients"]["client-0"]["bytes_up"] == (4 * 16 + 1) * 8
 
 
-def test_every_method_either_takes_a_sum_or_refuses_a_secure_one_by_name():
+def test_every_method_either_takes_a_sum_or_refuses_a_verified_one_by_name():
     kinds = {name: upload_sum(make(name)) for name in methods()}
     assert kinds["fedavg"] == "samples"
     assert kinds["fedot"] == "clients"
@@ -272,7 +296,7 @@ def test_every_method_either_takes_a_sum_or_refuses_a_secure_one_by_name():
     for name, kind in kinds.items():
         if kind is None:
             with pytest.raises(SettingsError, match=f"{name} aggregates single uploads"):
-                check_channel(Channel(secure=True), make(name))
+                check_channel(Channel(verified=True), make(name))
 
 
 @dataclass(frozen=True)
@@ -302,9 +326,9 @@ class Loner:
         return max(uploads, key=lambda upload: upload["head"].norm())
 
 
-def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
+def test_a_method_that_aggregates_single_uploads_refuses_a_verified_sum():
     with pytest.raises(SettingsError, match="loner aggregates single uploads .*PrivacyTraits\\(upload_sum"):
-        check_channel(Channel(secure=True), Loner())
+        check_channel(Channel(verified=True), Loner())
     check_channel(Channel(), Loner())
     assert upload_sum(make("fedavg")) == "samples"
 
@@ -318,7 +342,7 @@ def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
         ({"noise_multiplier": 1.0}, "set channel.clip too"),
         ({"delta": 1.0}, "must be above 0 and below 1, got 1.0"),
         ({"quantise": "yes"}, "channel.quantise must be true or false, got 'yes'"),
-        ({"quantise": True, "secure": True}, "do not go together"),
+        ({"quantise": True, "verified": True}, "do not go together"),
         ({"max_samples": 0}, "channel.max_samples must be at least 1, got 0"),
         ("on", "write a table"),
     ],

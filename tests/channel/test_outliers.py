@@ -162,17 +162,17 @@ def test_every_method_whose_uploads_add_up_can_be_aggregated_robustly():
 
 
 @pytest.mark.parametrize("channel_settings", [{"aggregation": "krum"}, {"bound": "median"}])
-def test_a_secure_sum_leaves_nothing_to_compare(channel_settings):
-    with pytest.raises(SettingsError, match="sees none, only their sum; set channel.clip"):
-        build({"method": "fedavg", "channel": {"secure": True, **channel_settings}})
+def test_a_verified_sum_leaves_nothing_to_compare(channel_settings):
+    with pytest.raises(SettingsError, match="nobody sees one, only their sum; set channel.clip"):
+        build({"method": "fedavg", "channel": {"verified": True, **channel_settings}})
 
 
-def test_deployments_are_bound_by_the_median_unless_a_number_or_a_secure_sum_is_set():
+def test_deployments_are_bound_by_the_median_unless_a_number_or_a_verified_sum_is_set():
     method = make("fedavg")
     assert with_deployment_bound(Channel(), method).bound == "median"
     assert with_deployment_bound(Channel(bound=3.0), method).bound == 3.0
-    secure = Channel(secure=True, clip=1.0)
-    assert with_deployment_bound(secure, method) == secure
+    hidden = Channel(verified=True, clip=1.0)
+    assert with_deployment_bound(hidden, method) == hidden
     assert with_deployment_bound(Channel(), make("fens")).bound == 0.0
     assert Channel().bound == 0.0
 

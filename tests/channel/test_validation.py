@@ -125,7 +125,7 @@ def test_odd_scales_of_an_8_bit_upload_are_refused():
         inbox().check(UploadPipeline(Channel(quantise=True)).decode(wrong, SENT), SENT, 40, "b", 3, CONTEXT)
 
 
-@pytest.mark.parametrize("channel", [{}, {"secure": True}, {"bound": "median"}, {"aggregation": "krum"}])
+@pytest.mark.parametrize("channel", [{}, {"verified": True}, {"bound": "median"}, {"aggregation": "krum"}])
 def test_a_round_in_which_every_upload_is_refused_ends_with_the_quorum_and_all_reasons(channel):
     ids = ("a", "b", "c")
     uploads = {id: {"head": torch.full((4, 6), torch.nan)} for id in ids}

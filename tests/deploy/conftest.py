@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
 from time import monotonic, sleep
@@ -15,6 +16,8 @@ from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.operations.events import EventLog, round_logger
 from fedvlm.deploy.server.launch import prepare_rehearsal, run_over_sites, running_processes, start_site
 from fedvlm.deploy.server.run import DeployedRun, check_deployable
+from fedvlm.deploy.site.consent import accept_request, waiting_requests
+from fedvlm.deploy.site.people import Person
 from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.flower.engine import local_grid
@@ -65,8 +68,9 @@ class Place:
         self.kit = replace(self.kit, **values)
 
     def settings(self, method=METHOD, **overrides):
-        source = {"classes": CLASSES}
-        return build({"method": method, "protocol": "own-test", "source": source, **overrides})
+        statement = {"purpose": "a test of consent", "contact": "tests@example.org"}
+        common = {"protocol": "own-test", "source": {"classes": CLASSES}, **statement}
+        return build({"method": method, **common, **overrides})
 
     def run(self, settings=None, out="run", grid=None):
         settings = settings or self.settings()
@@ -83,9 +87,15 @@ class Place:
         self.set_data(name, store(self.folder / f"other-{name}.npz", self.rows, keep, **columns))
         self.desks[name] = Site(read_site(self.site(name)))
 
-    def asks_for_consent(self, name):
+    def asks_for_consent(self, name, approvers=1):
         text = DEFAULT_POLICY_TEXT.replace("consent = false", "consent = true")
+        text = text.replace("approvers = 1", f"approvers = {approvers}")
         (self.site(name) / "policy.toml").write_text(text)
+
+    def consents(self, name, days=1.0):
+        """Accepts every request that waits at a site."""
+        for request in waiting_requests(self.site(name)):
+            accept_request(self.site(name), Person("A. Person", "approver"), request.plan, days)
 
     def alone(self, settings=None, out="alone"):
         settings = settings or self.settings()
@@ -142,12 +152,34 @@ class Federation:
             assert self.sites[name].alive and monotonic() < end, self.sites[name].tail()
             sleep(0.05)
 
-    def received(self, name, number):
-        """Waits until a site's connection has taken the request of a round of the last run."""
-        log = self.site(name) / "supernode.log"
-        marker = f"ROUND {number}]"
-        while marker not in log.read_text().rpartition("ROUND 0]")[2]:
-            sleep(0.05)
+    @contextmanager
+    def busy(self, name):
+        """Keeps a site at work: it waits for its policy, which somebody has yet to write into a pipe."""
+        policy = self.site(name) / "policy.toml"
+        text = policy.read_bytes()
+        policy.unlink()
+        os.mkfifo(policy)
+
+        def await_reader(seconds=120.0):
+            end = monotonic() + seconds
+            while monotonic() < end:
+                with suppress(OSError):  # nobody reads yet
+                    pipe = os.open(policy, os.O_WRONLY | os.O_NONBLOCK)
+                    pipes.append(pipe)
+                    return
+                sleep(0.02)
+            raise AssertionError(f"{name} took no request")
+
+        pipes = []
+        try:
+            yield await_reader
+        finally:
+            policy.unlink()
+            policy.write_bytes(text)
+            for pipe in pipes:
+                with suppress(OSError):  # its reader was killed
+                    os.write(pipe, text)
+                os.close(pipe)
 
     def restart(self, name):
         """Kills a site and starts it again, and waits until it is back."""

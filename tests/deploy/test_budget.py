@@ -125,7 +125,7 @@ def test_the_account_is_the_ledgers_and_survives_a_restart(recorded):
         ({"trainings": 0}, "trainings"),
         ({"measures": 1}, "measurements"),
         ({"methods": ["fedot"]}, "method"),
-        ({"secure": True}, "secure"),
+        ({"plain": False}, "plain"),
     ],
 )
 def test_what_is_above_the_policy_is_refused(recorded, rules, kind):

@@ -7,7 +7,6 @@ import pytest
 
 from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.deploy.server.launch import describe_absences
-from fedvlm.deploy.site.policy import give_consent
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
@@ -37,7 +36,7 @@ def at_round(grid, number, act):
 def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
     monkeypatch.setattr("fedvlm.deploy.server.engine.RETRY_SECONDS", 0.0)
     place.asks_for_consent("art")
-    grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site("art"), "A. Person"))
+    grid = at_round(local_grid(place.desks), 0, lambda: place.consents("art"))
     rounds = place.run(grid=grid).rounds
     assert "nobody at this site has consented" in rounds[0]["missing"]["art"]
     assert [sorted(line["clients"]) for line in rounds] == [NAMES[1:], NAMES, NAMES]
@@ -50,7 +49,7 @@ def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place,
     monkeypatch.setattr("fedvlm.deploy.server.engine.RETRY_SECONDS", 0.0)
     place.change(late_site, encoder=np.array("toy@1"))
     place.asks_for_consent(late_site)
-    grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site(late_site), "A. Person"))
+    grid = at_round(local_grid(place.desks), 0, lambda: place.consents(late_site))
     rounds = place.run(grid=grid).rounds
     assert all(sorted([*line["clients"], late_site]) == NAMES for line in rounds)
     assert all("do not have the same encoder" in line["missing"][late_site] for line in rounds[1:])

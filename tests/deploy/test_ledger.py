@@ -123,3 +123,23 @@ def test_the_command_prints_names_shapes_and_refusals(tmp_path):
 def test_a_folder_without_a_ledger_is_said(tmp_path):
     with pytest.raises(DataError, match="there is no .*ledger.jsonl"):
         Ledger(tmp_path).read()
+
+
+def test_a_history_that_is_followed_is_the_one_that_is_read(tmp_path):
+    """Line by line, over torn lines, a rewritten file and one that was cut."""
+    ledger = filled(tmp_path, 3)
+    assert ledger.history() == ledger.read()
+    ledger.add("in", 3)
+    assert ledger.history() == ledger.read()
+    with open(ledger.path, "ab") as file:
+        file.write(b'{"time": "2026')
+    assert ledger.history() == ledger.read() and ledger.history().torn == (5,)
+    ledger.add("in", 4)
+    assert ledger.history() == ledger.read() and ledger.history().torn == (5,)
+    text = ledger.path.read_text()
+    ledger.path.write_text(text.replace('"round": 1', '"round": 7'))
+    assert ledger.history() == ledger.read() and ledger.history().broken
+    ledger.path.write_text("\n".join(text.splitlines()[:2]) + "\n")
+    assert ledger.history() == ledger.read() and len(ledger.history().lines) == 2
+    ledger.path.unlink()
+    assert ledger.history().lines == ()

@@ -8,14 +8,23 @@ import pytest
 
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.operations.events import EventLog
-from fedvlm.deploy.operations.live_page import create_app, live_page, live_view, prometheus_metrics
+from fedvlm.deploy.operations.live_page import create_app, live_page, live_view
+from fedvlm.deploy.site import ledger as ledger_module
+from fedvlm.deploy.site import people
+from fedvlm.deploy.site.consent import waiting_requests
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.policy import CONSENT_FILE
+from fedvlm.deploy.site.people import add_person
 from fedvlm.deploy.site.service import Site
 from fedvlm.errors import FederationError
 
 HOST = "127.0.0.1:9"
 TOKEN = "a token"
+
+
+@pytest.fixture(autouse=True)
+def quick_logins(monkeypatch):
+    monkeypatch.setattr(people, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(people, "SCRYPT_COST", (1 << 10, 8, 1))
 
 
 def call_page(folder, path="/", token=TOKEN, method="GET", **options):
@@ -60,14 +69,6 @@ def test_lights_follow_the_run(place):
     assert lights["photo"] == "missing" and lights["art"] == "answers"
 
 
-def test_metrics_have_the_numbers_of_the_status(place):
-    place.run()
-    text = prometheus_metrics(place.kit.folder)
-    assert "\nfedvlm_round 3\n" in text and 'fedvlm_site_answers{site="art"} 1' in text
-    state = call_page(place.site("art"), "/state").json()
-    assert f"\nfedvlm_bytes_out {state['bytes out']}\n" in prometheus_metrics(place.site("art"))
-
-
 def test_a_run_that_ended_leads_to_its_report(place):
     assert call_page(place.kit.folder, "/report").status_code == 404
     result = place.run()
@@ -89,36 +90,46 @@ def waiting(place):
 
 def test_a_request_is_told_in_plain_words_and_a_person_accepts_it(place):
     folder = waiting(place)
-    [first, second] = live_view(folder)["pending"]
-    assert first == "The server asks for fedot, 3 rounds." and "head [4, " in second
-    sent = answered(folder, json={"by": "A. Person", "days": 2})
+    token, [request] = add_person(folder, "A. Person", "approver"), waiting_requests(folder)
+    assert "What for: a test of consent" in live_view(folder)["pending"]
+    answer = {"by": "A. Person", "secret": token, "plan": request.plan, "days": 2}
+    for wrong in ({"secret": "another"}, {"by": "B. Person"}):
+        assert answered(folder, json=answer | wrong).status_code == 403 and waiting_requests(folder)
+    sent = answered(folder, json=answer)
     assert sent.status_code == 200 and "A. Person consents" in sent.json()["detail"]
     assert live_view(folder)["pending"] == []
 
 
 def test_a_person_refuses_and_the_server_is_not_told_why(place):
     folder = waiting(place)
-    words = {"by": "A. Person", "refuse": True, "reason": "not on a Sunday", "days": 1}
-    assert answered(folder, json=words).status_code == 200
+    token, [request] = add_person(folder, "A. Person", "operator"), waiting_requests(folder)
+    answer = {"by": "A. Person", "secret": token, "plan": request.plan, "days": 1}
+    assert answered(folder, json=answer).status_code == 422  # an operator does not consent
+    assert answered(folder, json=answer | {"refuse": True, "reason": "not on a Sunday"}).status_code == 200
     with pytest.raises(FederationError) as caught:
         place.run(out="again")
     assert "a person at this site has refused" in str(caught.value)
     assert "Sunday" not in str(caught.value)
-    assert live_view(folder)["pending"]
+    assert live_view(folder)["pending"] == []
+
+
+def has_answers(folder):
+    return any(line["direction"] == "consent" for line in Ledger(folder).history().lines)
 
 
 @pytest.mark.parametrize("origin", [None, "http://evil.example", "null"])
 def test_no_other_page_can_consent(place, origin):
-    folder = place.site("art")
-    sent = answered(folder, origin, json={"by": "A. Person", "days": 1})
-    assert sent.status_code == 403 and not (folder / CONSENT_FILE).exists()
+    folder = waiting(place)
+    token, [request] = add_person(folder, "A. Person", "approver"), waiting_requests(folder)
+    answer = {"by": "A. Person", "secret": token, "plan": request.plan, "days": 2}
+    assert answered(folder, origin, json=answer).status_code == 403 and not has_answers(folder)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"by": ""}', b'{"by": "x", "days": "no"}', b"x" * 5000])
 def test_an_odd_answer_changes_nothing(place, body):
     folder = place.site("art")
     sent = answered(folder, content=body)
-    assert sent.status_code in (413, 422) and not (folder / CONSENT_FILE).exists()
+    assert sent.status_code in (413, 422) and not has_answers(folder)
     assert json.loads(sent.text)["detail"] is not None
 
 
@@ -128,11 +139,13 @@ def test_a_site_sees_nothing_of_other_sites(place):
     assert "photo" not in text and "sketch" not in text
 
 
-def test_the_page_of_a_site_reads_its_ledger_again_only_when_it_has_changed(place, monkeypatch):
+def test_the_page_of_a_site_reads_only_what_is_new_in_its_ledger(place, monkeypatch):
     place.run()
-    folder, reads, read = place.site("art"), [], Ledger.read
-    monkeypatch.setattr(Ledger, "read", lambda self: reads.append(self.path) or read(self))
-    facts = [live_view(folder)["facts"] for _ in range(3)]
-    assert len(reads) <= 1 and facts[0] == facts[1] == facts[2]
+    folder, hashed = place.site("art"), []
+    facts = [live_view(folder)["facts"] for _ in range(2)]
+    hash_line = ledger_module._hash_line
+    monkeypatch.setattr(ledger_module, "_hash_line", lambda line: hashed.append(line) or hash_line(line))
+    assert live_view(folder)["facts"] == facts[0] == facts[1] and hashed == []
     head = Ledger(folder).add("dropped", -1)
-    assert any(head[:16] in fact for fact in live_view(folder)["facts"])
+    hashed.clear()
+    assert any(head[:16] in fact for fact in live_view(folder)["facts"]) and len(hashed) == 1

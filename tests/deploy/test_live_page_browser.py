@@ -1,14 +1,14 @@
 """The live page in a real browser: a light changes while somebody looks."""
 
 import base64
-import json
 import os
 
 import pytest
 
 from fedvlm.deploy.operations.events import EventLog
 from fedvlm.deploy.operations.live_page import create_app
-from fedvlm.deploy.site.policy import CONSENT_FILE
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.people import add_person
 from tests.helpers.browser import open_page
 from tests.helpers.live_server import running
 
@@ -51,17 +51,19 @@ def test_a_person_at_a_site_reads_what_is_asked_and_accepts_it_in_the_page(chrom
     place.asks_for_consent("photo")
     place.run()
     folder, hosts = place.site("photo"), set()
+    token = add_person(folder, "A. Person", "approver")
     with running(create_app(folder, "word", hosts)) as url:
         hosts.add(url.removeprefix("http://"))
         open_page(chrome, 1000, "light")
         chrome.get(f"{url}/?token=word")
-        wait(chrome, "document.body.textContent.includes('The server asks for fedot')")
+        wait(chrome, "document.body.textContent.includes('What for: a test of consent')")
         picture(chrome, "watch-site")
         chrome.execute_script("document.getElementById('by').value = 'A. Person'")
+        chrome.execute_script("document.getElementById('secret').value = arguments[0]", token)
         chrome.execute_script("document.getElementById('accept').click()")
-        wait(chrome, "!document.body.textContent.includes('The server asks for fedot')")
+        wait(chrome, "!document.body.textContent.includes('What for: a test of consent')")
         chrome.get("about:blank")
-    assert json.loads((folder / CONSENT_FILE).read_text())["by"] == "A. Person"
+    assert [line["by"] for line in Ledger(folder).read().lines if line["direction"] == "consent"] == ["A. Person"]
 
 
 def picture(chrome, name):

@@ -14,7 +14,6 @@ from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
 from fedvlm.deploy.operations.status import check_folder, format_status, list_runs, status
 from fedvlm.deploy.server.run import ERROR_FILE, RUN_REQUEST_FILE, run_request, with_rules
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.policy import give_consent
 from fedvlm.deploy.site.training import compare_with_alone
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError, SettingsError
@@ -53,7 +52,8 @@ def test_a_site_learns_whether_it_gained(place):
     place.run()
     [gain] = [event for event in events.read_events(place.site("art")) if event["kind"] == "gained"]
     assert 0 <= gain["alone"] <= gain["samples"] and 0 <= gain["federated"] <= gain["samples"]
-    assert f"correct on {gain['samples']} validation samples" in format_event(gain)
+    sentence = f"{gain['federated']} of {gain['samples']} correct with the federation, {gain['alone']} of "
+    assert sentence in format_event(gain) and gain["advice"] in format_event(gain)
 
 
 def test_who_is_missing_is_said_with_the_reason(place):
@@ -147,8 +147,9 @@ def test_where_rows_are_no_embeddings_a_site_is_told_of_the_federation_alone():
     world = toy_world(make("fedavg"))
     id, measured = next(iter(world.members)), {"validation_rows": 8, "validation_hits": 5}
     assert isinstance(compare_with_alone(world, id, measured)["alone"], int)
+    facts = {"samples": 8, "federated": 5}
     patches = replace(world, x=world.x[:, None].expand(-1, 4, -1))
-    assert compare_with_alone(patches, id, measured) == {"samples": 8, "federated": 5, "alone": "?"}
+    assert compare_with_alone(patches, id, measured) == {**facts, "alone": "?", "advice": "not compared"}
 
 
 def test_a_damaged_line_is_passed_over_by_those_who_follow(tmp_path):
@@ -164,12 +165,16 @@ def test_a_damaged_line_is_passed_over_by_those_who_follow(tmp_path):
 def test_what_a_person_is_told_would_leave_is_what_leaves(place, name):
     for site in place.desks:
         place.asks_for_consent(site)
-        give_consent(place.site(site), "A. Person")
-    place.run(place.settings({"name": name, "rounds": 1 if name == "tofa" else 2}))
+    settings = place.settings({"name": name, "rounds": 1 if name == "tofa" else 2})
+    with pytest.raises(FederationError, match="nobody at this site has consented"):
+        place.run(settings)
+    for site in place.desks:
+        place.consents(site)
+    place.run(settings)
     [request_event] = [event for event in events.read_events(place.site("art")) if event["kind"] == "asks"]
     out = [event for event in Ledger(place.site("art")).read().lines if event["direction"] == "out"]
     first = next(event["fields"] for event in out if event["kind"] == "round" and event["fields"])
-    assert {event.split(" [")[0] for event in request_event["leaves"]} == set(first)
+    assert set(request_event["leaves"]) == set(first)
 
 
 @pytest.mark.parametrize("rule", ["mean", "krum"])

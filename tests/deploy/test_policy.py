@@ -18,9 +18,7 @@ from fedvlm.deploy.site.policy import (
     current_policy,
     example_policy,
     explain_policy,
-    give_consent,
     read_policy,
-    withdraw_consent,
 )
 from fedvlm.errors import FedVLMError, SettingsError
 
@@ -40,15 +38,15 @@ def test_what_init_writes_is_the_default_with_its_methods(tmp_path):
     written = {line.split(" = ")[0] for line in DEFAULT_POLICY_TEXT.splitlines()[1:]}
     assert written == set(asdict(Policy())) == set(RULE_TEXTS)
     for name in ("auto", "fedot", "faa-clip", "fedotp", "tofa"):
-        site_policy.admit(tmp_path, make(name), Channel(), LABELS)
+        site_policy.admit(make(name), Channel(), LABELS)
 
 
 def test_nothing_is_allowed_that_is_not_named(tmp_path):
     with pytest.raises(RequestRefused, match="the method fedot is not allowed here, only none"):
-        Policy().admit(tmp_path, FEDOT, Channel(), LABELS)
+        Policy().admit(FEDOT, Channel(), LABELS)
     with pytest.raises(RequestRefused, match="fens is not allowed"):
-        policy(tmp_path, DEFAULT_POLICY_TEXT).admit(tmp_path, make("fens"), Channel(), LABELS)
-    policy(tmp_path, OPEN).admit(tmp_path, make("fens"), Channel(), LABELS)
+        policy(tmp_path, DEFAULT_POLICY_TEXT).admit(make("fens"), Channel(), LABELS)
+    policy(tmp_path, OPEN).admit(make("fens"), Channel(), LABELS)
 
 
 @pytest.mark.parametrize(
@@ -62,25 +60,24 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
             "noise",
             "channel.noise_multiplier must be at least 3, got 2",
         ),
-        (f"{OPEN}secure = true", "secure", "in a secure sum only"),
-        (f"{OPEN}consent = true", "consent", "nobody at this site has consented"),
+        (f"{OPEN}plain = false", "plain", "in a verified sum only"),
     ],
 )
 def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, message):
     site_policy = policy(tmp_path, rule)
     with pytest.raises(RequestRefused, match=message) as error:
-        site_policy.admit(tmp_path, FEDOT, Channel(clip=1.0, noise_multiplier=2.0), LABELS)
+        site_policy.admit(FEDOT, Channel(clip=1.0, noise_multiplier=2.0), LABELS)
     assert error.value.code == kind
     assert render_error(encode_error(error.value)).startswith("refused by its policy: ")
 
 
 def test_a_round_within_the_policy_is_admitted(tmp_path):
-    site_policy = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nsecure = true")
+    site_policy = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nplain = false")
     for channel in (
         Channel(clip=1.0, noise_multiplier=2.0),
         Channel(clip=0.1, noise_multiplier=9.0),
     ):
-        site_policy.admit(tmp_path, FEDOT, replace(channel, secure=True), LABELS)
+        site_policy.admit(FEDOT, replace(channel, verified=True), LABELS)
     site_policy.check_upload_size(9)
     with pytest.raises(RequestRefused, match="the reply has 10 bytes, but this site sends at most 9"):
         site_policy.check_upload_size(10)
@@ -88,13 +85,13 @@ def test_a_round_within_the_policy_is_admitted(tmp_path):
 
 def test_a_channel_that_does_not_clip_is_no_smaller_clip(tmp_path):
     with pytest.raises(RequestRefused, match="at most 0.5, got 0"):
-        policy(tmp_path, f"{OPEN}clip = 0.5").admit(tmp_path, FEDOT, Channel(), LABELS)
+        policy(tmp_path, f"{OPEN}clip = 0.5").admit(FEDOT, Channel(), LABELS)
 
 
 def test_small_classes_are_left_out_and_stop_no_round(tmp_path):
     site_policy = policy(tmp_path, OPEN)
     assert site_policy.small_classes(LABELS) == [3]  # a class without rows is no small class
-    site_policy.admit(tmp_path, make("tofa"), Channel(), LABELS)
+    site_policy.admit(make("tofa"), Channel(), LABELS)
     assert site_policy.with_min_class_samples(replace(make("tofa"), min_class_samples=1)).min_class_samples == 16
     assert site_policy.with_min_class_samples(replace(make("tofa"), min_class_samples=40)).min_class_samples == 40
     assert site_policy.with_min_class_samples(FEDOT) is FEDOT
@@ -109,8 +106,8 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
 
     site_policy = policy(tmp_path, OPEN)
     with pytest.raises(RequestRefused, match="a class has fewer than 16 training samples"):
-        site_policy.admit(tmp_path, Bare(), Channel(), LABELS)
-    site_policy.admit(tmp_path, Bare(), Channel(), LABELS[:36])
+        site_policy.admit(Bare(), Channel(), LABELS)
+    site_policy.admit(Bare(), Channel(), LABELS[:36])
 
 
 @pytest.mark.parametrize(
@@ -142,42 +139,13 @@ def test_scores_are_told_as_far_as_the_policy_says():
         assert replace(site_policy, scores="coarse").allowed_scores(SCORES) == coarse
 
 
-def test_consent_is_for_its_methods_and_its_time_and_can_be_withdrawn(tmp_path):
-    site_policy = Policy(methods=("*",), consent=True)
-
-    def admit(method="fedot"):
-        site_policy.admit(tmp_path, make(method), Channel(), LABELS)
-
-    give_consent(tmp_path, "A. Person", ["fedot"])
-    admit()
-    with pytest.raises(RequestRefused, match="is not for the method fedavg"):
-        admit("fedavg")
-    give_consent(tmp_path, "A. Person", days=1e-9)
-    with pytest.raises(RequestRefused, match="ended at 20"):
-        admit()
-    give_consent(tmp_path, "A. Person")
-    admit("fedavg")
-    withdraw_consent(tmp_path)
-    with pytest.raises(RequestRefused, match="nobody at this site"):
-        admit()
-    (tmp_path / "consent.json").write_text("{}")
-    with pytest.raises(RequestRefused, match="cannot be read"):
-        admit()
-
-
-def test_consent_of_nobody_or_for_no_time_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match="nobody is named"):
-        give_consent(tmp_path, " ")
-    with pytest.raises(SettingsError, match="days must be above 0, got 0"):
-        give_consent(tmp_path, "A. Person", days=0)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("min_clas_samples = 5", "did you mean 'min_class_samples'"),
         ('methods = "fedot"', "methods must be names.*, got 'fedot'"),
         ("consent = 1", "consent must be .*, got 1"),
+        ("approvers = 0", "approvers must be at least 1, got 0"),
         ("noise_multiplier = -1.0", "noise_multiplier must be at least 0, got -1.0"),
         ("noise_multiplier = nan", "noise_multiplier must be finite and at least 0, got nan"),
         ("epsilon = inf", "epsilon must be finite and at least 0, got inf"),

@@ -113,7 +113,6 @@ REASONS = {
     "trained": ({"name": "fedavg", "rounds": 2}, {}, "trained or averaged"),
     "noise_multiplier": ({**TOFA, "noise_multiplier": 1.0}, {}, "the uploads had noise"),
     "robust": (TOFA, {"aggregation": "median"}, "a robust rule"),
-    "secure": ({"name": "fedavg", "rounds": 1}, {"clip": 0.5, "secure": True}, "trained"),
     "followed": (
         {**TOFA, "min_class_clients": 3, "rounds": 2},
         {},
@@ -138,13 +137,6 @@ def test_a_bound_that_bit_is_not_undone(place, monkeypatch):
     place.run(place.settings(TOFA, allow_small=True), RUN)
     _, [result] = withdraw_site(place)
     assert not result.removed and "the bound changed uploads" in result.reason
-
-
-def test_a_masked_upload_is_not_sent_again(place):
-    """What only a sum was to show would else be shown by leaving."""
-    channel = {"clip": 0.5, "secure": True}
-    place.run(place.settings({"name": "fedavg", "rounds": 1}, allow_small=True, channel=channel), RUN)
-    assert from_bytes(withdraw(place.site("photo"), "A. Person").read_bytes()).arrays == {}
 
 
 def signed(place, by, file, **changes):

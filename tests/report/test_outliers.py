@@ -20,7 +20,7 @@ def results(rows_like, tmp_path_factory):
     attack = {"attack": "sign-flip", "attacker_fraction": 0.1, "attack_strength": 20.0}
     return [
         fedvlm.run(method, out=folder / "a", **common, **attack),
-        fedvlm.run(method, out=folder / "b", **common, channel={"clip": 1.0, "secure": True}),
+        fedvlm.run(method, out=folder / "b", **common, channel={"clip": 1.0, "verified": True}),
     ]
 
 

@@ -1,12 +1,14 @@
 """Statistics of few rows stay at the client, unless the run says that they may leave."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import fedvlm
+from fedvlm.channel.verified import class_limits
 from fedvlm.core import MIN_CLASS_SAMPLES, ClassStatistics, make, methods
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
@@ -156,15 +158,20 @@ def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_
     assert again.identity() == build({"method": "tofa", "allow_small": True, **few_shots}).identity()
 
 
+def table_of(labels):
+    """The columns of a table that the warning reads."""
+    return SimpleNamespace(labels=labels, classes=("a", "b", "c"), findings=None)
+
+
 def test_nothing_is_noted_where_all_classes_are_large():
     labels = np.repeat(np.arange(3), 20)
 
     class Member:
         train = np.arange(60)
 
-    assert suppressed_warnings(make("tofa"), {"a": Member}, labels, 3) == []
+    assert suppressed_warnings(make("tofa"), {"a": Member}, table_of(labels)) == []
     labels[:5] = 1
-    [message] = suppressed_warnings(make("tofa"), {"a": Member}, labels, 3)
+    [message] = suppressed_warnings(make("tofa"), {"a": Member}, table_of(labels))
     assert message.startswith("tofa: 1 of 3 class statistics are suppressed")
 
 
@@ -174,12 +181,12 @@ def test_a_method_without_noise_is_told_of_one_way_out():
     class Member:
         train = np.arange(29)
 
-    [message] = suppressed_warnings(make("fedgh"), {"a": Member}, labels, 3)
+    [message] = suppressed_warnings(make("fedgh"), {"a": Member}, table_of(labels))
     assert "9 of 29 training samples (31%) are in no uploaded statistic" in message
     assert "noise" not in message
 
 
-def test_two_contributors_to_a_secure_sum_recover_the_single_row_of_a_third():
+def test_two_contributors_to_a_verified_sum_recover_the_single_row_of_a_third():
     """Why a sum of three or more does not lower the limit at a single client."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.nn.functional.normalize(torch.randn(16, 8, generator=draw), dim=1)
@@ -252,31 +259,65 @@ def test_epsilon_falls_with_noise_and_rises_with_exchanges():
     assert spent(rounds=2) > spent(rounds=1)
 
 
-def test_a_secure_sum_counts_the_contributors_first(rows, tmp_path):
-    settings = {"protocol": "own-test", "channel": {"secure": True}}
-    built = build({"method": "tofa", **settings})
-    assert (built.method.min_class_clients, built.method.rounds) == (3, 2)
-    assert build(built.identity()).method == built.method  # and not once more on resuming
-    allowed = build({"method": "tofa", "allow_small": True, **settings})
-    assert (allowed.method.min_class_clients, allowed.method.rounds) == (1, 1)
-    hidden = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", allow_small=True, **settings)
-    plain = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, protocol="own-test")
+@pytest.mark.parametrize("method", ["tofa", "ridge", "auto"])
+def test_without_limits_a_verified_sum_gives_what_plain_uploads_give(rows, tmp_path, method):
+    settings = {"protocol": "own-test", "allow_small": True}
+    hidden = fedvlm.run(method, embedded=rows, out=tmp_path / "a", channel={"verified": True}, **settings)
+    plain = fedvlm.run(method, embedded=rows, out=tmp_path / "b", **settings)
     assert hidden.tables == plain.tables
 
 
-def test_two_clients_of_a_class_are_too_few_for_a_secure_sum(rows_like, tmp_path):
-    rows = rows_like(rows=480)
+def two_clients_of_a_class(rows_like, rows=480):
+    rows = rows_like(rows=rows)
     labels = rows.labels.copy()
     labels[(labels == 3) & (rows.domains == "art")] = 2  # now two clients have the class
-    rows = replace(rows, labels=labels, fingerprint="two")
-    run = {"protocol": "own-test", "channel": {"secure": True}}
+    return replace(rows, labels=labels, fingerprint="two")
+
+
+def test_two_clients_of_a_class_are_too_few_for_a_verified_sum(rows_like, tmp_path):
+    rows = two_clients_of_a_class(rows_like)
+    run = {"protocol": "own-test", "channel": {"verified": True}}
     done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **run)
     shared, _ = done.outcome("all")
-    assert shared["open"].tolist() == [1, 1, 1, 0]
     assert (shared["counts"] > 0).tolist() == [True, True, True, False]
-    assert len(done.rounds) == 2
+    assert len(done.rounds) == 1
 
 
-def test_texts_of_the_clients_own_have_no_secure_sum():
+@pytest.mark.parametrize("method", ["tofa", "ridge", "auto"])
+@pytest.mark.parametrize("samples", [0, 10**6])
+def test_uploads_of_a_verified_sum_keep_to_the_summed_counts(method, samples):
+    """Of a class that two members have nothing leaves, of few samples in all only a diagonal."""
+    y = torch.tensor([0, 1, 2, 3]).repeat(20)
+    x = torch.nn.functional.normalize(torch.randn(80, 8, generator=torch.Generator().manual_seed(1)), dim=1)
+    world = toy_world(make(method), sizes=(80,))
+    frozen, made = (
+        replace(world.frozen, classes=("a", "b", "c", "d"), dim=8, text=x[:4], descriptions=None),
+        make(method),
+    )
+    shared, local = made.init(frozen)
+    members = torch.tensor([3, 3, 3, 2, 0])
+    limits = class_limits(made, 8, {"members": members, "samples": torch.tensor(samples)})
+    client = replace(make_client(world, "client-0", 0), x=x, y=y, val_x=x, val_y=y, texts=torch.zeros(4, 0, 8))
+    upload, _ = made.update(frozen, {**made.send(shared, ""), **limits}, local, client)
+    assert (upload["counts"][:4] > 0).tolist() == [True, True, True, False]
+    assert not upload["sums"][3].any()
+    names = {"tofa": "moments", "ridge": "second", "auto": "gram"}
+    diagonal = upload.get(f"{names[method]} diagonal")
+    assert (names[method] in upload) == (diagonal is None) == (samples > 0)
+    if diagonal is not None:
+        assert diagonal.numel() == 8 + (method == "auto")
+
+
+def test_a_diagonal_gives_the_second_moments_of_independent_coordinates():
+    counts, sums = torch.tensor([4.0, 2.0]), torch.tensor([[4.0, 8.0], [2.0, -2.0]])
+    diagonal = torch.tensor([10.0, 30.0])
+    square = gaussian_classes.unpack(gaussian_classes.gram_from_diagonal(diagonal, counts, sums), 2)
+    assert square.diagonal().tolist() == diagonal.tolist()
+    assert square[0, 1] == square[1, 0] == 4 * 1 * 2 + 2 * 1 * -1
+    packed = gaussian_classes.pack(square)
+    assert gaussian_classes.diagonal_of(packed, 2).tolist() == diagonal.tolist()
+
+
+def test_texts_of_the_clients_own_have_no_verified_sum():
     with pytest.raises(SettingsError, match="aggregates single uploads"):
-        build({"method": {"name": "tofa", "rounds": 2}, "channel": {"secure": True}})
+        build({"method": {"name": "tofa", "rounds": 2}, "protocol": "own-test", "channel": {"verified": True}})

@@ -1,3 +1,3 @@
-"""The channel between client and server: clip, noise, quantise, secure sum, validation and outliers."""
+"""The channel between client and server: clip, noise, quantise, verified sum, validation and outliers."""
 
 from fedvlm.channel.settings import Channel as Channel

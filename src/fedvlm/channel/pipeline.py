@@ -12,13 +12,12 @@ from fedvlm.channel.outliers import MAX_EXACT_CLIENTS, UploadRound, bound_and_co
 from fedvlm.channel.settings import Channel, ChannelError
 from fedvlm.channel.steps import (
     SCALE_SUFFIX,
-    SecureSum,
     apply_change,
     client_steps,
-    from_secagg,
     upload_change,
 )
 from fedvlm.channel.validation import UploadValidator, check_upload
+from fedvlm.channel.verified import sum_uploads
 from fedvlm.core import Method, Tensors, upload_sum
 from fedvlm.errors import FederationError
 from fedvlm.maths.privacy import Draw, epsilon, seeded_normal
@@ -68,12 +67,12 @@ class UploadPipeline:
     def cost(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Return what a round costs each client, as 1/z² of the Gaussian mechanism that the server sees.
 
-        The server sees every upload, or in a secure sum only all of them with all their noise.
+        The server sees every upload, or in a verified sum only all of them with all their noise.
         """
         if not self.channel.noise_multiplier:
             return {}
         square = sum(weight**2 for weight in weights.values())
-        fractions = {id: weight**2 / square if self.channel.secure else 1.0 for id, weight in weights.items()}
+        fractions = {id: weight**2 / square if self.channel.verified else 1.0 for id, weight in weights.items()}
         return {id: sum(step.cost(fraction) for step in self.steps) for id, fraction in fractions.items()}
 
 
@@ -100,6 +99,11 @@ def are_equal(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def sum_bytes(upload: Tensors) -> int:
+    """Return the bytes of a masked upload: 8 for each number and for its weight."""
+    return 8 * (1 + sum(value.numel() for value in upload.values()))
+
+
 @dataclass(frozen=True)
 class ReceivedUploads:
     """One round's uploads as they come to the server."""
@@ -112,7 +116,7 @@ class ReceivedUploads:
     # Clients on other machines have encoded their uploads: a faulty one is left out. In this process it is an error.
     encoded_ids: Collection[str] = ()
     context_of: Callable[[str], str] = str  # names method, client and round in an error
-    secure_sum: Tensors | None = None  # all that came of the uploads, if SecAgg+ has summed them
+    decoded_sum: Tensors | None = None  # all that came of the uploads, if other machines have summed them
     # Uploads that have left each client by its own count, also those that never arrived: each has cost as much.
     releases: Mapping[str, int] = field(default_factory=dict)
 
@@ -129,6 +133,7 @@ class DecodedUploads:
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
     outliers: Mapping[str, dict[str, float]] = field(default_factory=dict)  # each client's distance to the others
     stored: Collection[str] = ()  # clients whose local tensors are stored already
+    contributors: Sequence[str] = ()  # clients whose uploads are in a sum or mean; none: each of `ids` has its own
     # of uploads that are added up: clients with and without whom all others count as they came
     unchanged_without: frozenset[str] = frozenset()
 
@@ -143,8 +148,8 @@ class UploadReceiver:
 
     def receive(self, received: ReceivedUploads) -> DecodedUploads:
         """Return the uploads that the aggregate may use, or the sum of them."""
-        if received.secure_sum is not None:
-            return self._decode_sum(received, received.secure_sum)
+        if received.decoded_sum is not None:
+            return self._use_sum(received, received.decoded_sum)
         states = {id: received.channel_states.get(id, {}) for id in received.uploads}
         sizes, decoded = {}, {}
         refused: dict[str, str] = {}
@@ -165,7 +170,7 @@ class UploadReceiver:
         result = DecodedUploads(list(uploads), list(uploads.values()), weights, sizes, new_states, refused)
         if not uploaders:
             return result
-        return self._sum(received, result, uploads) if self.channel.secure else self._compare(result, received.sent)
+        return self._sum(received, result, uploads) if self.channel.verified else self._compare(result, received.sent)
 
     def _validate(self, received: ReceivedUploads, decoded: Mapping[str, Tensors], refused: dict[str, str]) -> None:
         self.validator.find_majority(received.round, decoded, received.sent)
@@ -178,19 +183,19 @@ class UploadReceiver:
     def _sum(
         self, received: ReceivedUploads, decoded: DecodedUploads, uploads: Mapping[str, Tensors]
     ) -> DecodedUploads:
-        """Return the secure sum in place of the uploads."""
+        """Return the verified sum in place of the uploads."""
         for id, upload in uploads.items():
             if ragged := [key for key in upload if key in self.method.traits.privacy.ragged_uploads]:
                 raise FederationError(
                     f"{received.context_of(id)}: {ragged[0]!r} has another shape at each client, so there is no sum "
-                    "of it; set channel.secure = false"
+                    "of it; set channel.verified = false"
                 )
-        step = SecureSum((self.seed, received.round))
-        masked = step.encode(uploads, self._weights_in_sum(received, list(uploads)), received.context_of)
-        total = step.decode(masked.values(), self.upload_sum == "total", decoded.uploads[0])
-        sizes = {id: tensors.count_bytes(upload) for id, upload in masked.items()}
+        weights = self._weights_in_sum(received, list(uploads))
+        total = sum_uploads(uploads, weights, self.upload_sum == "total", received.context_of)
+        sizes = {id: sum_bytes(upload) for id, upload in uploads.items()}
+        weight = decoded.weights.sum(0, keepdim=True)
         return replace(
-            decoded, ids=[EVERYONE], uploads=[total], weights=decoded.weights.sum(0, keepdim=True), sizes=sizes
+            decoded, ids=[EVERYONE], uploads=[total], weights=weight, sizes=sizes, contributors=list(uploads)
         )
 
     def _compare(self, decoded: DecodedUploads, sent: Mapping[str, Tensors]) -> DecodedUploads:
@@ -209,21 +214,24 @@ class UploadReceiver:
             unchanged = frozenset(id for id, flag in zip(decoded.ids, is_unchanged, strict=True) if flag)
         outliers = outlier_scores(decoded.ids, dots)
         return replace(
-            decoded, ids=ids, uploads=uploads, weights=weights, outliers=outliers, unchanged_without=unchanged
+            decoded,
+            ids=ids,
+            uploads=uploads,
+            weights=weights,
+            contributors=() if ids == decoded.ids else decoded.ids,
+            outliers=outliers,
+            unchanged_without=unchanged,
         )
 
-    def _decode_sum(self, received: ReceivedUploads, mean: Tensors) -> DecodedUploads:
-        """Return the one upload that SecAgg+ made of all."""
-        ids, context = list(received.uploads), received.context_of(", ".join(received.uploads))
-        sent = received.sent[min(received.sent)]
-        if any(not are_equal(sent, other) for other in received.sent.values()):
-            raise FederationError(f"{context}: the clients were not sent the same, so their changes have no sum")
-        upload = from_secagg(mean, sent, self.channel, context)
-        check_upload(upload, (), context)
-        size = tensors.count_bytes(mean)  # each client uploads as many numbers, of 8 bytes
+    def _use_sum(self, received: ReceivedUploads, upload: Tensors) -> DecodedUploads:
+        """Return the one upload that other machines made of all."""
+        ids = list(received.uploads)
+        check_upload(upload, (), received.context_of(", ".join(ids)))
         weights = torch.tensor([float(sum(received.sample_counts[id] for id in ids))])
         states = self._add_cost({id: received.channel_states.get(id, {}) for id in ids}, received, ids)
-        return DecodedUploads([EVERYONE], [upload], weights, dict.fromkeys(ids, size), states)
+        return DecodedUploads(
+            [EVERYONE], [upload], weights, dict.fromkeys(ids, sum_bytes(upload)), states, contributors=ids
+        )
 
     def _add_cost(
         self, channel_states: Mapping[str, Tensors], received: ReceivedUploads, uploaders: Sequence[str]

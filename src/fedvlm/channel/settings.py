@@ -20,7 +20,7 @@ class Channel:
     )  # standard deviation of the noise each client adds, as a multiple of clip
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     quantise: bool = False  # 8 bits per value; rounding errors are added to the next upload
-    secure: bool = False  # the server sees the sum of the uploads and no upload
+    verified: bool = False  # members add up masked uploads and check the sum; nobody sees an upload
     # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
     # shortens it to twice the median of the round's.
     bound: float | Literal["median"] = ranged_field(0.0, NON_NEGATIVE)
@@ -34,16 +34,16 @@ class Channel:
                 f"channel.noise_multiplier = {self.noise_multiplier} is a multiple of the clip, "
                 "which is off; set channel.clip too"
             )
-        if self.quantise and self.secure:
+        if self.quantise and self.verified:
             raise SettingsError(
-                "channel.quantise and channel.secure do not go together: a masked number takes 8 "
+                "channel.quantise and channel.verified do not go together: a masked number takes 8 "
                 "bytes whatever it was before; choose one"
             )
 
     @property
     def is_off(self) -> bool:
         """Tell whether uploads travel unchanged; they are validated in any case."""
-        return not (self.clip or self.quantise or self.secure)
+        return not (self.clip or self.quantise or self.verified)
 
     @property
     def max_norm(self) -> float:
@@ -61,46 +61,29 @@ def with_deployment_bound(channel: Channel, method: Method) -> Channel:
 
     Experiments in one process keep the numbers of their papers.
     """
-    if channel.bound or channel.secure or upload_sum(method) is None:
+    if channel.bound or channel.verified or upload_sum(method) is None:
         return channel
     return replace(channel, bound="median")
-
-
-def check_secagg(channel: Channel, method: Method) -> None:
-    """Refuse what Flower's SecAgg+ cannot sum."""
-    if not channel.secure:
-        return
-    check_channel(channel, method)
-    if not channel.clip:
-        raise SettingsError(
-            "channel.secure through Flower sums numbers of a fixed range, and channel.clip says "
-            "how far a change may reach; set channel.clip"
-        )
-    if upload_sum(method) == "total":
-        raise SettingsError(
-            f"{method.name} uploads sums that are not within a fixed range, which Flower's SecAgg+ "
-            "needs; set channel.secure = false, or run it in one process"
-        )
 
 
 def check_channel(channel: Channel, method: Method) -> None:
     """Refuse, before any work, a channel that a method cannot use."""
     conflict = "bound = 'median'" if channel.bound == "median" else ""
     conflict = f"aggregation = '{channel.aggregation}'" if channel.aggregation != "mean" else conflict
-    if conflict and channel.secure:
+    if conflict and channel.verified:
         raise SettingsError(
-            f"channel.{conflict} compares uploads, and with channel.secure the server sees none, only "
-            "their sum; set channel.clip, which bounds every change at its site, or secure = false"
+            f"channel.{conflict} compares uploads, and with channel.verified nobody sees one, only "
+            "their sum; set channel.clip, which bounds every change at its site, or verified = false"
         )
     if conflict and upload_sum(method) is None:
         raise SettingsError(
             f"channel.{conflict} is for uploads that are averaged or added up, but {method.name} "
             "aggregates single ones in its own way; leave it out, or choose another method"
         )
-    if channel.secure and upload_sum(method) is None:
+    if channel.verified and upload_sum(method) is None:
         raise SettingsError(
-            f"channel.secure shows the server a sum, but {method.name} aggregates single uploads "
-            "(or does not declare that a sum is enough); set channel.secure = false, or add "
+            f"channel.verified releases a sum, but {method.name} aggregates single uploads "
+            "(or does not declare that a sum is enough); set channel.verified = false, or add "
             "`privacy=PrivacyTraits(upload_sum=...)` to its traits, with one of "
             f"{', '.join(f'{key!r} ({meaning})' for key, meaning in UPLOAD_SUM_MEANINGS.items())}"
         )

@@ -10,7 +10,7 @@ import torch
 
 from fedvlm.channel.settings import Channel
 from fedvlm.channel.steps import change_norm, max_change_norm, upload_change
-from fedvlm.core import Method, Tensors, upload_sum
+from fedvlm.core import UPLOAD_SUMS, Method, Tensors
 from fedvlm.errors import FederationError
 
 Schema = Mapping[str, str]
@@ -62,7 +62,8 @@ class UploadValidator:
 
     def __post_init__(self) -> None:  # once, not for every upload
         self.ragged = self.method.traits.privacy.ragged_uploads if self.method else frozenset[str]()
-        self.upload_sum = upload_sum(self.method) if self.method else None
+        kind = UPLOAD_SUMS.get(type(self.method).aggregate) if self.method else None
+        self.averages_sent = kind in ("samples", "clients")  # the standard means are of all that was sent
 
     def _schema_of_sent(self, sent: Tensors) -> tuple[Schema, str]:
         """Return the schema of what was sent, and a text that identifies it."""
@@ -123,7 +124,7 @@ class UploadValidator:
         (sent_schema, sent_key), upload_schema = self._schema_of_sent(sent), self._schema_without_ragged(upload)
         majority_client, majority_schema = self.majority.setdefault(sent_key, (client, upload_schema))
         _check_schema(upload_schema, majority_schema, f"client {majority_client}'s", context)
-        if self.upload_sum in ("samples", "clients") and upload_schema and upload_schema != sent_schema:
+        if self.averages_sent and upload_schema and upload_schema != sent_schema:
             _check_schema(upload_schema, {**upload_schema, **sent_schema}, "what was sent", context)
 
     def _check_sample_count(self, count: Any, client: str, context: str) -> None:

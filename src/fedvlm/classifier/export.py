@@ -126,6 +126,8 @@ def to_onnx(classifier: Personalised) -> bytes:
             f"{name} predicts from {min(unsupported)}, and ONNX holds a classifier over pooled embeddings only; leave "
             "--onnx out"
         )
+    if classifier.frozen.multi_label:
+        raise SettingsError("a classifier of several findings per image has no ONNX form yet; leave --onnx out")
     x = 3 * probe_embeddings(classifier.frozen)
     names = ["logits", "probabilities"] + (["novelty"] if classifier.novelty is not None else [])
     model = onnx.load_from_string(_trace(_TracedClassifier(classifier), x, names))

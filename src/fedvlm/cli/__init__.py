@@ -10,7 +10,7 @@ import typer.core
 
 from fedvlm.cli.classifier import export, join, predict, score, serve
 from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
-from fedvlm.cli.deploy import ledger
+from fedvlm.cli.deploy import export_app, ledger
 from fedvlm.cli.enrolment import deploy_app
 from fedvlm.cli.options import SectionedGroup, examples
 from fedvlm.cli.results import audit, compare, explain, export_data, list_, plot, report, resume, verify
@@ -87,7 +87,13 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
         describe: ("fedvlm describe images --model models/llm --output classes.json",),
         serve_encoder: ("fedvlm serve-encoder demo --port 8765 --token-file token",),
     },
-    "Sites": {ledger: ("fedvlm ledger north",)},
+    "Sites": {
+        ledger: ("fedvlm ledger north",),
+        export_app: (
+            "fedvlm export-app flower app --method fedot --data images --encoder demo",
+            "fedvlm export-app flower app experiment.toml",
+        ),
+    },
 }
 for section, commands in SECTIONS.items():
     for function, lines in commands.items():

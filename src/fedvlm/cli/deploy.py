@@ -217,37 +217,78 @@ def policy(folder: Site) -> None:
 
 @deploy_app.command(
     rich_help_panel="Consent and policy",
-    epilog=examples("fedvlm deploy consent north", "fedvlm deploy consent north --by 'Dr Lee' --days 7"),
+    epilog=examples(
+        "fedvlm deploy consent north", "fedvlm deploy consent north --by 'Dr Lee' --plan 3f2a9c01 --days 7"
+    ),
 )
 def consent(
     folder: Site,
-    by: Annotated[str, typer.Option(help="Name of the person who decides.")] = "",
-    method: Annotated[list[str] | None, typer.Option(help="Consent to this method only. Repeatable.")] = None,
+    by: Annotated[str, typer.Option(help="Name of the person who decides, from `deploy people`.")] = "",
+    plan: Annotated[str, typer.Option(help="Beginning of the hash of the plan that is decided on.")] = "",
     days: Annotated[float, typer.Option(help="Days the consent is valid.")] = 1.0,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the consent.")] = False,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw every consent.")] = False,
     refuse: Annotated[str, typer.Option(help="Refuse with this reason, which stays at the site.")] = "",
 ) -> None:
     """Show, accept or refuse a request that needs consent.
 
-    Without --by the command only shows the request that waits.
+    Without --by the command only shows the requests that wait.
     """
-    from fedvlm.deploy.site.policy import give_consent, refuse_consent, withdraw_consent
-    from fedvlm.deploy.site.training import format_request, pending_request
+    from fedvlm.deploy.site import consent as answers
+    from fedvlm.deploy.site.people import authenticate
 
-    if withdraw:
-        withdraw_consent(folder)
-        typer.echo("the consent is withdrawn")
-        return
-    if refuse:
-        refuse_consent(folder, by, refuse)
-        typer.echo(f"{by} refused the request; the server learns this, but not the reason")
-        return
+    if not by and (withdraw or refuse or plan):
+        raise typer.BadParameter("name the person who decides, e.g. --by 'Dr Lee'")
     if not by:
-        for line in format_request(pending_request(folder)) or ["no request needs consent"]:
-            typer.echo(line)
+        requests = answers.waiting_requests(folder)
+        for request in requests:
+            for topic, text in answers.format_request(folder, request):
+                typer.echo(f"{topic}: {text}")
+            typer.echo("")
+        typer.echo(
+            f"accept with: fedvlm deploy consent {folder} --by NAME --plan {requests[0].plan[:8]}"
+            if requests
+            else "no request needs consent"
+        )
         return
-    until = give_consent(folder, by, method or [], days)
-    typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")
+    person = authenticate(folder, by, typer.prompt(f"password or token of {by}", hide_input=True, err=True))
+    if withdraw:
+        typer.echo(answers.withdraw_consent(folder, person))
+    elif refuse:
+        typer.echo(answers.refuse_request(folder, person, plan, refuse))
+    else:
+        typer.echo(answers.accept_request(folder, person, plan, days))
+
+
+@deploy_app.command(
+    rich_help_panel="Consent and policy",
+    epilog=examples("fedvlm deploy people north", "fedvlm deploy people north --add 'Dr Lee' --role approver"),
+)
+def people(
+    folder: Site,
+    add: Annotated[str, typer.Option(help="Add this person, or change the person's secret or role.")] = "",
+    role: Annotated[str, typer.Option(help="operator: refuses and withdraws; approver: also consents.")] = "operator",
+    password: Annotated[bool, typer.Option("--password", help="Ask for a password instead of making a token.")] = False,
+    remove: Annotated[str, typer.Option(help="Remove this person.")] = "",
+) -> None:
+    """List, add or remove the people who decide at a site."""
+    from fedvlm.deploy.kits import read_site
+    from fedvlm.deploy.site.people import add_person, read_people, remove_person
+
+    read_site(folder)
+    if add:
+        secret = typer.prompt(f"password of {add}", hide_input=True, confirmation_prompt=True) if password else ""
+        token = add_person(folder, add, role, secret)
+        typer.echo(f"{add} is on the list as {role}")
+        if token:
+            typer.echo(f"token: {token}\ngive it to {add} and to nobody else; it is not shown again")
+    elif remove:
+        remove_person(folder, remove)
+        typer.echo(f"{remove} is no longer on the list")
+    else:
+        for name, entry in read_people(folder).items():
+            typer.echo(f"{name}: {entry['role']}")
+        if not read_people(folder):
+            typer.echo(f"nobody yet; add somebody: fedvlm deploy people {folder} --add NAME --role approver")
 
 
 @deploy_app.command(
@@ -432,6 +473,44 @@ def _describe_line(line: dict[str, Any]) -> str:
     """Return the tensors that left, with type and shape, or the reason why none did."""
     if "error" in line:
         return str(line["error"]).splitlines()[0]
+    if line["direction"] == "consent":
+        details = "".join(f", {key} {line[key]}" for key in ("until", "reason") if line.get(key))
+        return f"{line['by']} ({line['role']}), plan {line['plan'][:16]}{details}"
     if "strangers" in line:
         return f"{line['strangers']} messages that the server did not sign"
     return ", ".join(f"{name} {shape}" for name, shape in line["fields"].items())
+
+
+def export_app(
+    kind: Annotated[str, typer.Argument(help="Kind of app: flower.")],
+    folder: Annotated[Path, typer.Argument(help="New folder of the app.")],
+    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method (default: auto, or that of the experiment).")] = None,
+    data: Annotated[str | None, typer.Option(help="Data, unless every node has its own.")] = None,
+    encoder: Encoder = None,
+    set_: Set = None,
+) -> None:
+    """Write an experiment as a plain app for a Flower federation.
+
+    It runs with `flwr run` on any SuperLink whose nodes have fedvlm installed.
+    """
+    from fedvlm.deploy.flower_app.export import export_flower_app
+    from fedvlm.errors import SettingsError, unknown_name
+    from fedvlm.runner.experiment_files import find_experiment, read_toml
+    from fedvlm.runner.experiments import experiment_runs
+    from fedvlm.runner.settings import build
+
+    if kind != "flower":
+        raise unknown_name("kind of app", kind, ["flower"])
+    values: dict[str, Any] = read_toml(find_experiment(file)) if file else {"method": "auto"}
+    if method:
+        values.pop("methods", None)
+    overrides = {"method": method, "data": data, "encoder": encoder}
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    runs = experiment_runs(values, set_ or [])
+    if len(runs) > 1:
+        raise SettingsError(
+            f"{file} has {len(runs)} runs, and an app is one; choose one with --method, without a sweep"
+        )
+    export_flower_app(build(runs[0]), folder)
+    typer.echo(f"wrote the app to {folder}; run it: flwr run {folder} YOUR-SUPERLINK --stream")

@@ -11,7 +11,7 @@ from fedvlm.tensors import Tensors
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
 MIN_CLASS_SAMPLES = 16  # samples of a class below which its statistics stay at the client
-MIN_CLASS_CLIENTS = 3  # clients that must contribute to the secure sum of a class's statistics
+MIN_CLASS_CLIENTS = 3  # clients that must contribute to the verified sum of a class's statistics
 UploadSum = Literal["samples", "clients", "total"]
 UPLOAD_SUM_MEANINGS: dict[UploadSum, str] = {  # sums of the uploads that may be all an aggregate needs
     "samples": "the mean over samples",
@@ -66,6 +66,8 @@ class Frozen:
     text_tower: TextTower | None = None  # context vectors -> class embeddings
     image_tower: ImageTower | None = None  # weights and pixels -> image embeddings
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
+    negative_text: Tensor | None = None  # (classes, dim) of images without the finding, with several findings per image
+    multi_label: bool = False  # an image may have several of the classes, which are then called findings
 
 
 class LazyRows(Protocol):
@@ -87,7 +89,7 @@ class Client:
     """
 
     x: Any  # (samples, ...) Tensor, or LazyRows if images are decoded on demand
-    y: Tensor  # (samples,) labels, -1 where there is no sample
+    y: Tensor  # (samples,) labels, -1 where there is no sample or its label is unknown
     order: Tensor  # (steps, batch) samples of each minibatch by row number, -1 where there is none
     val_x: Any  # (validation, ...) validation samples, for choices of the client itself
     val_y: Tensor  # (validation,)
@@ -131,7 +133,7 @@ class PrivacyTraits:
     """What the server has to see of a client."""
 
     upload_sum: Literal["samples", "clients", "total"] | None = documented(
-        None, f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all that `aggregate` needs, so that a secure sum will do"
+        None, f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all that `aggregate` needs, so that a verified sum will do"
     )
     ragged_uploads: frozenset[str] = documented(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
@@ -153,6 +155,9 @@ class ClassTraits:
     )
     min_class_clients: int | None = documented(
         None, "clients that must have such a class before any uploads its statistics (a setting)"
+    )
+    multi_label: bool = documented(
+        False, "it may train several findings per image, as one binary problem for each (`parts.per_finding`)"
     )
 
 
@@ -314,6 +319,13 @@ class Totalled(Protocol):
 
 
 @runtime_checkable
+class StateBounded(Protocol):
+    """refuse, in a verified sum, shared tensors that no honest sum of so many members leads to"""
+
+    def check_state(self, before: Tensors, after: Tensors, members: int) -> None: ...
+
+
+@runtime_checkable
 class Matching(Protocol):
     """(samples, classes, 2, patches) cosines of patches with a shared and a local prompt, for
     `fedvlm explain`"""
@@ -340,6 +352,7 @@ OPTIONAL_PROTOCOLS: tuple[type, ...] = (
     Conditioned,
     Factored,
     Totalled,
+    StateBounded,
     Matching,
 )
 GRADIENT_UPDATES: set[Callable[..., Any]] = set()  # updates that minimise a `loss`

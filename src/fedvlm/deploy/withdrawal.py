@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ def removal_obstacle(settings: Settings) -> str:
     method, channel = settings.method, settings.channel
     if upload_sum(method) != "total":
         return f"what {method.name} shares is trained or averaged, and not a plain sum of uploads"
-    if channel.secure:
-        return "the server has seen only a secure sum"
+    if channel.verified:
+        return "the server has seen only a verified sum"
     if channel.noise_multiplier or setting(method, "noise_multiplier"):
         return "the uploads had noise"
     if channel.aggregation != "mean":
@@ -254,7 +255,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
 def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int, Tensors]]]:
     """Return the site that signed the file, and its uploads by training and round."""
     try:
-        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES))
+        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
         fields = parse(Withdrawal, message.header, "the withdrawal")
         check_arrays(message)
     except OSError as error:

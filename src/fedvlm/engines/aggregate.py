@@ -16,7 +16,7 @@ from fedvlm.tensors import without_compiler
 def can_sum_uploads(terms: TrainingTerms) -> bool:
     """Tell whether a round's uploads may be summed as they come, because nothing compares them."""
     channel = terms.channel
-    is_plain = not (channel.compares_uploads or channel.secure or terms.attack)
+    is_plain = not (channel.compares_uploads or channel.verified or terms.attack)
     return is_plain and upload_sum(terms.method) is not None
 
 
@@ -47,7 +47,7 @@ class UploadSums:
         self.outliers |= decoded.outliers
 
     def to_decoded(self) -> DecodedUploads:
-        """Return one upload for all, their mean or total, as the aggregate gets a secure sum."""
+        """Return one upload for all, their mean or total, as the aggregate gets a verified sum."""
         divisor = 1.0 if self.upload_sum == "total" else max(self.weight, 1e-300)
         mean_upload = {
             key: value if self.types[key] == torch.long else (value / divisor).to(self.types[key])
@@ -61,6 +61,7 @@ class UploadSums:
             self.channel_states,
             outliers=self.outliers,
             stored=self.sizes.keys(),
+            contributors=list(self.sizes),
         )
 
 
@@ -78,7 +79,7 @@ def aggregate_uploads(
     def try_aggregate(decoded: DecodedUploads) -> Tensors:
         if not any(decoded.uploads):
             return shared
-        out = method.aggregate(shared, decoded.uploads, decoded.weights, decoded.ids)
+        out = method.aggregate(shared, decoded.uploads, decoded.weights, decoded.contributors or decoded.ids)
         _check_finite(shared, out, method, number)
         return out
 

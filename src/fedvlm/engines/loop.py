@@ -3,12 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.pipeline import DecodedUploads, ReceivedUploads, UploadReceiver, spent_epsilon
+from fedvlm.channel.verified import MIN_SUM_MEMBERS, check_state, class_limits, count_classes
 from fedvlm.core import Conditioned, Described, Tensors, schedule, upload_sum
 from fedvlm.engines.aggregate import UploadSums, aggregate_uploads, can_sum_uploads, drop_refused
 from fedvlm.engines.attacks import apply_attack
@@ -27,7 +28,7 @@ from fedvlm.engines.client import (
 )
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.engines.state import POOLED_CLIENT, Plan, State, keep_best, selects_round, update_local, with_client_count
-from fedvlm.errors import SettingsError
+from fedvlm.errors import FederationError, SettingsError
 from fedvlm.evaluate.metrics import METRICS, mean_accuracy, mean_metric
 from fedvlm.machine import release_memory
 from fedvlm.maths.client_drift import GradientAgreement, gradient_difference_bound, largest_gradient_difference
@@ -36,6 +37,13 @@ from fedvlm.storage.large_tensors import ClientStateStore
 
 CLIENTS_PER_PART = 128  # clients of a large federation whose tensors are in memory at once
 LARGE_ROUND_BYTES = 64 << 20  # bytes of a round's uploads and local tensors above which it is large
+
+
+@runtime_checkable
+class StatePoster(Protocol):
+    """An engine whose clients get all that is shared, because they aggregate themselves."""
+
+    def post_state(self, shared: Tensors) -> None: ...
 
 
 class Engine(Protocol):
@@ -102,7 +110,7 @@ def run_rounds(
     `on_round` gets each new state with the line to record; `on_sum` gets what was shared before a round and the
     uploads that were aggregated.
     """
-    training = _Training(terms, engine, plan, initial_local)
+    training = _Training(terms, engine, plan, initial_local, sum_limits(terms, plan))
     receiver = UploadReceiver(terms.channel, terms.method, local_names(initial_local), terms.seed)
     state = with_client_count(terms.method, plan, state)
     for _ in range(state.round, terms.method.rounds if plan.stop is None else plan.stop):
@@ -112,6 +120,24 @@ def run_rounds(
             release_memory()
         on_round(state, {**line, "seconds": round(perf_counter() - start_time, 4)})
     return state
+
+
+def sum_limits(terms: TrainingTerms, plan: Plan) -> Tensors:
+    """Sum the class counts of a verified sum's members first; return what their uploads may hold.
+
+    Between machines the sites do this themselves.
+    """
+    if not terms.channel.verified or not isinstance(terms, World):
+        return {}
+    if len(plan.train) < MIN_SUM_MEMBERS:
+        raise FederationError(
+            f"a verified sum hides a client among others and needs at least {MIN_SUM_MEMBERS}, got {len(plan.train)}; "
+            "set channel.verified = false"
+        )
+    labels = [terms.y[torch.from_numpy(terms.members[id].train)] for id in plan.train]
+    counts = [count_classes(y, len(terms.frozen.classes), terms.method) for y in labels]
+    total = {key: torch.stack([count[key] for count in counts]).sum(0) for key in counts[0]}
+    return class_limits(terms.method, terms.frozen.dim, total)
 
 
 @dataclass(frozen=True)
@@ -152,6 +178,7 @@ class _Training:
     engine: Engine
     plan: Plan
     initial_local: Local
+    limits: Tensors = field(default_factory=dict)  # on the uploads of a verified sum
 
     def run_round(self, state: State, receiver: UploadReceiver, on_sum: OnSum) -> tuple[State, dict[str, Any]]:
         """Run one round; return the new state and the line to record."""
@@ -167,6 +194,8 @@ class _Training:
         )
         encoded_ids = {id for id, reply in result.replies.replies.items() if reply.is_encoded}
         shared, decoded = aggregate_uploads(method, state.shared, result.decoded, encoded_ids, number)
+        if terms.channel.verified and decoded.contributors:
+            check_state(terms.channel, method, state.shared, shared, len(decoded.contributors))
         answered = drop_refused(result.replies, decoded.refused, [task.id for task in result.tasks])
         on_sum(number, state.shared, decoded)
         replies = answered.replies
@@ -174,8 +203,8 @@ class _Training:
         scores = {id: reply.scores for id, reply in replies.items()}
         if selects and not adapts(method):
             state = keep_best(plan, state, scores)
-        line: dict[str, Any] = {"round": number, **mean_scores(plan, scores), **result.agreement}
-        if decoded.ids == ids:  # under a secure sum the server only sees the sum, so client drift is unknown
+        line: dict[str, Any] = {"round": number, **mean_scores(plan, scores), **result.agreement, **result.replies.line}
+        if decoded.ids == ids:  # under a verified sum the server only sees the sum, so client drift is unknown
             line |= client_drift(method, state.shared, decoded.uploads, {id: replies[id] for id in ids})
         line["clients"] = {
             task.id: client_line(task, replies[task.id], decoded.sizes.get(task.id, 0))
@@ -195,6 +224,9 @@ class _Training:
         self, state: State, receiver: UploadReceiver, everyone: Sequence[str], ids: Sequence[str]
     ) -> _RoundResult:
         tasks = self.make_tasks(state, everyone, ids)
+        tasks = [replace(task, sent={**task.sent, **self.limits}) for task in tasks] if self.limits else tasks
+        if isinstance(self.engine, StatePoster):
+            self.engine.post_state(state.shared)
         replies = self.engine.round(state.round, tasks)
         replies = apply_attack(self.terms, self.plan.train, state.round, tasks, replies)
         return _RoundResult(tasks, replies, self._decode(receiver, state, tasks, replies), state.local)
@@ -258,7 +290,7 @@ class _Training:
             channel_states=state.channel,
             encoded_ids={id for id, reply in replies.items() if reply.is_encoded},
             context_of=lambda id: error_context(self.terms, state.round, id),
-            secure_sum=answered.secure_sum,
+            decoded_sum=answered.decoded_sum,
             releases={id: reply.releases for id, reply in replies.items()},
         )
         return receiver.receive(received)
@@ -276,6 +308,8 @@ class _Training:
         """Adapt and measure every client, part by part where local tensors are on disk."""
         method, train_ids = self.terms.method, set(self.plan.train)
         everyone = sorted({*self.plan.train, *self.plan.unseen})
+        if isinstance(self.engine, StatePoster):
+            self.engine.post_state(state.shared)
         store = state.local if isinstance(state.local, ClientStateStore) else None
         size = len(everyone) if store is None else CLIENTS_PER_PART
         scores: dict[str, Scores] = {}

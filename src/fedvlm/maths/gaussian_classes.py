@@ -41,6 +41,24 @@ def suppress_small_classes(y: Tensor, counts: Tensor, min_samples: int) -> Tenso
     return torch.where((counts < min_samples)[y.clamp(min=0)], -1, y)
 
 
+def suppress_closed_classes(y: Tensor, is_open: Tensor) -> Tensor:
+    """Return the labels with -1 for samples of classes that are not open."""
+    return torch.where((y >= 0) & is_open[y.clamp(min=0)], y, -1)
+
+
+def diagonal_of(triangle: Tensor, dim: int) -> Tensor:
+    """Return the diagonal of a packed symmetric matrix."""
+    rows = torch.arange(dim, device=triangle.device)
+    return triangle.index_select(-1, rows * dim - rows * (rows - 1) // 2)
+
+
+def gram_from_diagonal(diagonal: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+    """Return a packed Σ x xᵀ from its diagonal and class sums, as if no coordinates correlated within a class."""
+    between = (sums / counts.clamp(min=1)[:, None]).mT @ sums
+    within = (diagonal - between.diagonal()).clamp(min=0)
+    return pack(between + torch.diag(within))
+
+
 def class_sums(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return counts, class sums and Σ x xᵀ, which add up over clients."""
     counts, sums, triangle = packed_class_sums(x, y, classes)
@@ -301,7 +319,7 @@ def fixed_point_step(max_samples: int) -> float:
 
 
 def to_fixed_point(value: Tensor, max_samples: int) -> Tensor:
-    """Round to int32 multiples of the step: these add up exactly, in any order and under secure aggregation."""
+    """Round to int32 multiples of the step: these add up exactly, in any order and in a verified sum."""
     return (value.double() / fixed_point_step(max_samples)).round().clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 

@@ -18,10 +18,12 @@ from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import Head, summed_cross_entropy
 from fedvlm.maths.ridge_regression import Path, Statistics, class_log_prior, solve_path
+from fedvlm.methods._logistic import check_norms
 from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 RIDGES = tuple(10 ** (k / 2) for k in range(-10, 1))  # 1e-5 to 1; an embedding has norm 1
 SCALES = tuple(2.0**k for k in range(1, 8))  # logits per unit of the regression's output
+MAX_WEIGHT_NORM = 40.0  # of a class's weights, in a verified sum (tools/verified_bounds.py)
 DEFAULT_RIDGE, DEFAULT_SCALE = 1e-3, 16.0  # where nobody has validation samples
 PRIOR_STRENGTHS = tuple(10 ** (k / 2) for k in range(-2, 9))  # samples that the federation's frequencies count for
 
@@ -48,9 +50,14 @@ class Ridge(StatisticsSettings):
         classes, dtype = len(frozen.classes), client.x.dtype
         counts = gaussian_classes.class_membership(client.y, classes).sum(0)
         y = gaussian_classes.suppress_small_classes(client.y, counts, self.min_class_samples)
+        if "open" in sent:
+            y = gaussian_classes.suppress_closed_classes(y, sent["open"] > 0)
         x = torch.where((y >= 0)[:, None], client.x, 0.0)
         counts, sums, second = gaussian_classes.packed_class_sums(x, y, classes)
-        return {"counts": counts.to(dtype), "sums": sums.to(dtype), "second": second.to(dtype)}, local
+        upload = {"counts": counts, "sums": sums, "second": second}
+        if "diagonal" in sent:
+            upload["second diagonal"] = gaussian_classes.diagonal_of(upload.pop("second"), x.shape[1])
+        return {key: value.to(dtype) for key, value in upload.items()}, local
 
     def validation_losses(self, sent: Tensors, client: Client) -> Tensor:
         """(ridges * scales,) summed cross-entropy of the validation samples; 0 of a client with too few samples."""
@@ -66,11 +73,21 @@ class Ridge(StatisticsSettings):
         total = {key: torch.stack([upload[key].double() for upload in uploads]).sum(0) for key in uploads[0]}
         if "losses" in total:
             return self.choose_head(shared, total["losses"])
+        if "second" not in total:
+            statistics = (total[key] for key in ("second diagonal", "counts", "sums"))
+            total["second"] = gaussian_classes.gram_from_diagonal(*statistics)
         second = gaussian_classes.unpack(total["second"], total["sums"].shape[1])
         text_head = shared["weight"] / DEFAULT_SCALE if shared["weight"].any() else None
         path = solve_path(Statistics(total["counts"], total["sums"], second), text_head)
         kept = {key: value.to(shared["weight"].dtype) for key, value in path._asdict().items()}
         return {**shared, **kept}
+
+    def check_state(self, before: Tensors, after: Tensors, members: int) -> None:
+        """Refuse regressions so steep that validation losses would count single samples."""
+        if "basis" in after:
+            path = path_of({key: value.double() for key, value in after.items()})
+            heads = [path.head(float(ridge)).weight for ridge in self.ridges(path.basis)]
+            check_norms(self.name, torch.stack(heads), MAX_WEIGHT_NORM)
 
     def choose_head(self, shared: Tensors, losses: Tensor) -> Tensors:
         """Return the head of the regularisation and logit scale with the lowest validation loss."""
@@ -101,7 +118,7 @@ class Ridge(StatisticsSettings):
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None] if "sums" in upload else None
 
-    name, traits = "ridge", statistics_traits("total")
+    name, traits = "ridge", statistics_traits("total", multi_label=True)
 
 
 def path_of(tensors: Tensors) -> Path:

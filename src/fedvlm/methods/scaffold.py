@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, register
+from fedvlm.core import Batch, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, TrainingTraits, register
 from fedvlm.methods._heads import initial_head
 from fedvlm.methods._settings import CheckedSettings, HeadInit, head_traits
 from fedvlm.methods.fedavg import FedAvg
@@ -53,12 +53,14 @@ class Scaffold(CheckedSettings):
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         mean = parts.uniform_mean(self, uploads[0], uploads, weights, ids)
         head = torch.lerp(shared["head"], mean["head"], self.server_lr)
-        variate = shared["variate"] + len(uploads) / shared["clients"] * mean["variate change"]
+        variate = shared["variate"] + len(ids) / shared["clients"] * mean["variate change"]
         return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
     traits = head_traits(
-        training=TrainingTraits(memory=frozenset({"variate", "local variate", "clients"}), client_count="clients")
+        training=TrainingTraits(memory=frozenset({"variate", "local variate", "clients"}), client_count="clients"),
+        classes=ClassTraits(multi_label=True),
+        privacy=PrivacyTraits(upload_sum="clients"),  # `ids` are all clients whose uploads are in the sum
     )
     update_many = partialmethod(update, train=parts.regularised_head_sgd)
     predict, send, adapt = FedAvg.predict, parts.send_all, parts.no_adaptation

@@ -73,7 +73,9 @@ class TOFA(StatisticsSettings):
                 upload_sum=None if self.text and self.text_rounds == 2 else "total",  # texts are not summed
                 ragged_uploads=frozenset({"texts"}),  # clients have different numbers of texts
             ),
-            classes=ClassTraits(min_class_samples=self.min_class_samples, min_class_clients=self.min_class_clients),
+            classes=ClassTraits(
+                min_class_samples=self.min_class_samples, min_class_clients=self.min_class_clients, multi_label=True
+            ),
         )
 
     @property
@@ -109,6 +111,8 @@ class TOFA(StatisticsSettings):
         upload: Tensors = {}
         if self.visual and is_first:
             upload |= gaussian_classes.pack_statistics(counts, sums, second, self.max_samples)
+            if "diagonal" in sent:
+                upload["moments diagonal"] = gaussian_classes.diagonal_of(upload.pop("moments"), frozen.dim)
             if "sample weight" in local:
                 local = {**local, "sample weight": 1 + self.alpha * (counts > 0).float()}
         if self.text and is_first and self.text_rounds == 2:
@@ -118,11 +122,15 @@ class TOFA(StatisticsSettings):
         return upload, local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        """Use sums alone, so that they may come from secure aggregation; collect texts as they are."""
+        """Use sums alone, so that they may come from a verified sum; collect texts as they are."""
         total = gaussian_classes.add_uploads(uploads, uploads[0].keys() - {"texts"})
         out = {key: value for key, value in shared.items() if key != "texts"}
         if "holders" in total:
             out["open"] = (total["holders"] >= self.min_class_clients).double()
+        if "moments diagonal" in total:
+            step = fixed_point_step(self.max_samples)
+            statistics = total["moments diagonal"].double() * step, total["counts"], total["sums"].double() * step
+            total["moments"] = (gaussian_classes.gram_from_diagonal(*statistics) / step).round().long()
         if "moments" in total:
             out |= gaussian_classes.pooled_prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
@@ -131,6 +139,9 @@ class TOFA(StatisticsSettings):
             texts = torch.cat([uploads[i]["texts"] for i in sorted(range(len(ids)), key=lambda i: ids[i])], dim=1)
             out["texts"] = texts[:, texts.abs().amax((0, 2)) > 0]
         return out
+
+    def check_state(self, before: Tensors, after: Tensors, members: int) -> None:
+        """Allow any state: no upload depends on it, but for which classes are open, which a site decides itself."""
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:

@@ -15,11 +15,16 @@ def list_methods() -> list[Row]:
         {
             "method": name,
             "needs": ", ".join(sorted(kind().traits.needs)),
-            "what": _first_sentence(getmodule(kind)),
+            "what": method_sentence(kind()),
             "settings": ", ".join(f"{field.name}={field.default}" for field in fields(kind)),
         }
         for name, kind in methods().items()
     ]
+
+
+def method_sentence(method: object) -> str:
+    """Return what a method does in one sentence, from its docstring."""
+    return _first_sentence(getmodule(type(method))) or _first_sentence(type(method))
 
 
 def list_encoders() -> list[Row]:

@@ -121,7 +121,7 @@ def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
 
 
 def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) -> Tensors:
-    """Return an upload as the server decodes it; a secure sum would hide it."""
+    """Return an upload as the server decodes it; a verified sum would hide it."""
     draw = seeded_normal(seeds.generator("channel noise", terms.seed, task.id, number))
     pipeline = UploadPipeline(terms.channel)
     encoded, _ = pipeline.encode(upload, task.sent, {}, draw)

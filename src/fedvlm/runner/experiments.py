@@ -26,7 +26,14 @@ from fedvlm.storage.files import flatten
 
 Grid = dict[str, list[Any]]  # values by dotted names
 EXPERIMENT_KEYS = ("title", "paper", "traffic", "baselines", "methods", "sweep")  # besides the settings of a run
-EXECUTION_SETTINGS = ("workers", "access", "reproduces", "protocol_settings")  # settings that cannot be swept
+EXECUTION_SETTINGS = (
+    "workers",
+    "access",
+    "purpose",
+    "contact",
+    "reproduces",
+    "protocol_settings",
+)  # settings that cannot be swept
 OPEN_TABLES = ("source",)  # tables whose keys are not known beforehand
 BASELINES = ("zero-shot", "alone", "pooled")
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
-from fedvlm.core import MIN_CLASS_CLIENTS, MIN_CLASS_SAMPLES, Method, is_method, make
+from fedvlm.channel.verified import check_verified
+from fedvlm.core import MIN_CLASS_SAMPLES, Method, is_method, make
 from fedvlm.core.schema import (
     NON_NEGATIVE,
     POSITIVE_FRACTION,
@@ -25,7 +26,12 @@ from fedvlm.errors import SettingsError, renamed, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.evaluate.protocols.leave_one_domain_out import LeaveOneDomainOut
+from fedvlm.evaluate.protocols.source_target import SourceTarget
 from fedvlm.parts.bodies import adapts
+
+SUBSET_PROTOCOLS = (LeaveOneDomainOut.name, SourceTarget.name)  # they train on some of the clients, in turn
+MAX_STATEMENT_CHARS = 500  # of `purpose` and of `contact`
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Settings:
     attack: Kind = "none"  # simulated attack by some clients
     attacker_fraction: float = 0.1  # of the training clients, drawn by seed
     attack_strength: float = 0.0  # 0: the default of the attack
+    purpose: str = ""  # what a deployed run is for, as its sites' people read it; only recorded
+    contact: str = ""  # whom they can ask; only recorded
     reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
     protocol_settings: dict[str, Any] = field(default_factory=dict)  # those that only the protocol has, as given
 
@@ -68,11 +76,16 @@ class Settings:
         own = {name: getattr(self, name) for name in names}
         return protocols.make_protocol(self.protocol, **own, **self.protocol_settings)
 
+    @property
+    def statement(self) -> dict[str, str]:
+        """Return what the people of a site read beside the settings; it decides no number."""
+        return {"purpose": self.purpose, "contact": self.contact}
+
     def identity(self) -> dict[str, Any]:
         """Return what decides the numbers; two runs of the same identity are the same run."""
         values = asdict(self)
         values |= values.pop("protocol_settings")
-        idle = ["workers", "access", "reproduces"]
+        idle = ["workers", "access", "reproduces", "purpose", "contact"]
         idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
@@ -147,11 +160,18 @@ def _check_combination(settings: Settings) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds must be one or more different numbers, got {list(settings.seeds)}")
     check_channel(settings.channel, settings.method)
+    _check_verified(settings)
     if settings.centralised and adapts(settings.method):
         raise SettingsError(
             f"centralised = true pools the samples of all clients, but {settings.method.name} adapts to every client; "
             "choose another method"
         )
+    for name, text in settings.statement.items():
+        if len(text) > MAX_STATEMENT_CHARS or not text.isprintable():
+            raise SettingsError(
+                f"{name} must be one line of at most {MAX_STATEMENT_CHARS} characters, got {len(text)}; shorten it "
+                "and leave out line breaks"
+            )
     _check_attack(settings)
     if settings.protocol == BaseToNew.name and settings.engine == "flower":
         raise SettingsError(
@@ -202,9 +222,24 @@ def read_method(value: Any) -> Method:
     raise SettingsError(f'method must be a name or a table with a name, as [method] name = "fedot"; got {value!r}')
 
 
+def _check_verified(settings: Settings) -> None:
+    """Refuse what would show the difference of two sums, or what a sum cannot do."""
+    if not settings.channel.verified:
+        return
+    check_verified(settings.channel, settings.method)
+    subset = f"fraction = {settings.fraction}" if settings.fraction < 1 else ""
+    subset = f"protocol = {settings.protocol!r}" if settings.protocol in SUBSET_PROTOCOLS else subset
+    subset = f"tune = {list(settings.tune)}" if settings.tune else subset
+    if subset:
+        raise SettingsError(
+            f"channel.verified and {subset} do not go together: sums over different members, or over the same samples "
+            "again, differ by single uploads; leave it out, or set channel.verified = false"
+        )
+
+
 def _with_privacy_guard(method: Method, settings: Settings) -> Method:
-    """Return a method that uploads class statistics only of enough samples and enough clients."""
-    min_samples, min_clients = method.traits.classes.min_class_samples, method.traits.classes.min_class_clients
+    """Return a method that uploads class statistics only of enough samples of a class."""
+    min_samples = method.traits.classes.min_class_samples
     if settings.allow_small:
         return method if min_samples is None else replace(method, min_class_samples=1)
     if min_samples is not None and min_samples < MIN_CLASS_SAMPLES:
@@ -212,9 +247,7 @@ def _with_privacy_guard(method: Method, settings: Settings) -> Method:
             f"{method.name}.min_class_samples must be at least {MIN_CLASS_SAMPLES}, got {min_samples}: statistics of "
             "a smaller class reveal its samples; set allow_small = true (--allow-small) to upload them anyway"
         )
-    if not settings.channel.secure or min_clients is None or min_clients >= MIN_CLASS_CLIENTS:
-        return method
-    return replace(method, min_class_clients=MIN_CLASS_CLIENTS, rounds=method.rounds + (min_clients == 1))
+    return method
 
 
 def read_clients(value: Any) -> Clients:

@@ -20,7 +20,7 @@ from fedvlm.engines.sequential import one_thread
 from fedvlm.engines.state import Plan, State, pack_state, stores_on_disk, unpack_state, update_local
 from fedvlm.evaluate.metrics import Results
 from fedvlm.evaluate.protocols import Training
-from fedvlm.maths.calibration import Calibration, calibrate
+from fedvlm.maths.calibration import Calibration, calibrate, calibrate_findings
 from fedvlm.maths.novelty import Novelty, fit_novelty
 from fedvlm.record import CLUSTER_FOLDER, PLACES_KEY, Record
 from fedvlm.runner.prepare import Prepared
@@ -164,7 +164,7 @@ def fit_calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Cal
     for rows in (member.validation, member.calibration):
         logits = predict(world, sent, local, rows) if len(rows) else torch.zeros(0, len(world.frozen.classes))
         parts += [logits, world.y[torch.from_numpy(rows)]]
-    return calibrate(*parts)
+    return calibrate_findings(*parts) if world.frozen.multi_label else calibrate(*parts)
 
 
 def fit_client_novelty(world: World, id: str) -> Novelty | None:
@@ -172,9 +172,10 @@ def fit_client_novelty(world: World, id: str) -> Novelty | None:
     member = world.members[id]
     if len(world.x.shape) > 3:  # pixels
         return None
-    index = torch.from_numpy(member.train)
+    y = world.y[torch.from_numpy(member.train)]
+    labels = y if y.ndim == 1 else torch.zeros(len(y), dtype=torch.int64)  # findings: one mean for all samples
     held_out = np.concatenate([member.validation, member.calibration])
-    return fit_novelty(world.read(member.train), world.y[index], world.read(held_out))
+    return fit_novelty(world.read(member.train), labels, world.read(held_out))
 
 
 def _calibration_path(record: Record, name: str) -> Path:
@@ -238,13 +239,15 @@ def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
 
 def calibration_to_json(fit: Calibration) -> dict[str, Any]:
     lists = {"scores": fit.scores.tolist(), "labels": fit.labels.tolist()}
-    return {"log_temperature": fit.log_temperature, "rows": fit.rows, **lists}
+    out = {"log_temperature": fit.log_temperature, "rows": fit.rows, **lists}
+    return out | ({"findings": [calibration_to_json(part) for part in fit.findings]} if fit.findings else {})
 
 
 def calibration_from_json(payload: Mapping[str, Any]) -> Calibration:
     scores = torch.tensor(payload["scores"], dtype=torch.float64)
     labels = torch.tensor(payload["labels"], dtype=torch.int64)
-    return Calibration(float(payload["log_temperature"]), int(payload["rows"]), scores, labels)
+    findings = tuple(map(calibration_from_json, payload.get("findings", ())))
+    return Calibration(float(payload["log_temperature"]), int(payload["rows"]), scores, labels, findings)
 
 
 def collect_lost_trainings(record: Record) -> None:

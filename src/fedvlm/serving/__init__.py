@@ -19,7 +19,7 @@ from fedvlm.core import Matching
 from fedvlm.data.sources import to_eight_bit
 from fedvlm.encoders.images import decode
 from fedvlm.encoders.serve import MAX_BATCH, MAX_BYTES, Gateway, RequestRefused, Service, new_application
-from fedvlm.errors import FedVLMError
+from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.report.explain import explain_image
 from fedvlm.report.page.render import page_shell
 
@@ -177,6 +177,10 @@ class ClassifierService:
 def open_service(folder: str | Path, encoder: str = "", access: Mapping[str, Any] | None = None) -> ClassifierService:
     """Load a classifier and its encoder; one that was trained on embeddings alone takes embeddings alone."""
     classifier = Personalised.from_pretrained(folder, encoder)
+    if classifier.frozen.multi_label:
+        raise SettingsError(
+            f"{folder} predicts several findings per image, which are not served yet; use fedvlm predict"
+        )
     name = classifier.encoder.rpartition("@")[0]
     box = reopen_encoder(classifier.encoder, encoder, access) if name or encoder else None
     return ClassifierService(classifier, box)

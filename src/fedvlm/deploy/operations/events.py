@@ -49,7 +49,8 @@ EVENT_MESSAGES: Mapping[str, str] = {
     "sent": "{what}: {bytes} bytes left this site ({fields})",
     "withdrawn": "{by} has withdrawn this site; it no longer answers requests",
     "said": "{text}",
-    "gained": "correct on {samples} validation samples: {federated} with the federation, {alone} by this site alone",
+    "consent": "{by} has answered the request for plan {plan}: {answer}",
+    "gained": "{federated} of {samples} correct with the federation, {alone} of {samples} alone: {advice}",
     "classifier": "the classifier is in {place}",
 }
 
@@ -86,6 +87,11 @@ def format_event(event: Event) -> str:
     facts = {key: _printable(value) for key, value in event.items()}
     text = EVENT_MESSAGES.get(event["kind"], "{kind}")
     return f"{at} {text.format_map(_DefaultFacts(facts))}"
+
+
+def format_gain(event: Event) -> str:
+    """Return whether a site gained, and when."""
+    return f"{format_event(event).partition(' ')[2]} (validation samples, {event['time'][:10]})"
 
 
 class _DefaultFacts(dict[str, str]):

@@ -22,6 +22,7 @@ const show = (view) => {
   const ask = at("ask");
   if (ask) {
     ask.hidden = !view.pending.length;
+    at("pending").dataset.plan = view.plan;
     put("pending", view.pending.map((one) => ["p", one]));
   }
   const report = at("report");
@@ -37,7 +38,7 @@ const send = async (words) => {
 for (const [id, more] of [["accept", {}], ["refuse", { refuse: true }]]) {
   const button = at(id);
   if (button) button.addEventListener("click", () => send({
-    by: at("by").value, days: Number(at("days").value), reason: at("reason").value, ...more,
+    by: at("by").value, secret: at("secret").value, plan: at("pending").dataset.plan, days: Number(at("days").value), reason: at("reason").value, ...more,
   }));
 }
 at("report").href = "report?token=" + encodeURIComponent(token);

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.deploy.operations import events
+from fedvlm.deploy.operations.metrics import prometheus_metrics
 from fedvlm.deploy.operations.status import END_STATES, State, format_status, is_server, status
+from fedvlm.deploy.site.consent import accept_request, format_request, refuse_request, waiting_requests
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, describe_spending
-from fedvlm.deploy.site.policy import give_consent, read_policy, refuse_consent
-from fedvlm.deploy.site.training import format_request as asked
-from fedvlm.deploy.site.training import pending_request
+from fedvlm.deploy.site.people import LoginError, authenticate
+from fedvlm.deploy.site.policy import read_policy
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
 from fedvlm.report.page.render import page_shell
@@ -42,13 +43,16 @@ def live_view(folder: Path) -> dict[str, Any]:
         "facts": [line for line in lines[1:] if not line.startswith("  ")],
         "log": [events.format_event(event) for event in reversed(history[-LOG_LINES:])],
         "pending": [],
+        "plan": "",
         "report": finished_record(state) is not None,
     }
     if not server:
         ledger = Ledger(folder).history()
         out["facts"] += describe_spending(PrivacyBudget(ledger), read_policy(folder))
         out["facts"] += [f"head of the ledger, to note down: {ledger.head[:16]}"] if ledger.head else []
-        out["pending"] = asked(pending_request(folder))
+        for request in waiting_requests(folder)[:1]:
+            out["pending"] = [f"{topic}: {text}" for topic, text in format_request(folder, request)]
+            out["plan"] = request.plan
     return out
 
 
@@ -174,10 +178,8 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
             raw += part
             if len(raw) > MAX_ANSWER_BYTES:
                 return JSONResponse({"detail": "the answer is too long"}, 413)
-        try:
-            return JSONResponse({"detail": _apply_consent(folder, json.loads(raw))})
-        except (FedVLMError, ValueError, TypeError, AttributeError, KeyError) as error:
-            return JSONResponse({"detail": str(error)[:300]}, 422)
+        detail, code = await asyncio.to_thread(_answer_request, folder, bytes(raw))
+        return JSONResponse({"detail": detail}, code)
 
     return server
 
@@ -196,13 +198,20 @@ def _refusal(request: Any, token: str, hosts: set[str]) -> tuple[int, str] | Non
     return None
 
 
-def _apply_consent(folder: Path, words: dict[str, Any]) -> str:
-    by = str(words["by"])
-    if words.get("refuse"):
-        refuse_consent(folder, by, str(words.get("reason", "")))
-        return f"{by} has refused; the server is told that a person did, not why"
-    until = give_consent(folder, by, [], float(words["days"]))
-    return f"{by} consents until {until.astimezone().strftime('%Y-%m-%d %H:%M')}"
+def _answer_request(folder: Path, raw: bytes) -> tuple[str, int]:
+    """Carry out a person's answer; return a sentence and an HTTP status."""
+    try:
+        answer = json.loads(raw)
+        person, plan = authenticate(folder, str(answer["by"]), str(answer["secret"])), str(answer["plan"])
+        if answer.get("refuse"):
+            return refuse_request(folder, person, plan, str(answer.get("reason", ""))), 200
+        return accept_request(folder, person, plan, float(answer["days"])), 200
+    except LoginError as error:
+        return str(error), 403
+    except FedVLMError as error:
+        return str(error)[:300], 422
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return "the answer cannot be read; reload the page and try again", 422
 
 
 async def _stream(folder: Path) -> AsyncIterator[str]:
@@ -215,28 +224,6 @@ async def _stream(folder: Path) -> AsyncIterator[str]:
             last = text
             yield f"data: {text}\n\n"
         await asyncio.sleep(POLL_SECONDS)
-
-
-def prometheus_metrics(folder: Path) -> str:
-    """Return the numbers of the status in Prometheus' text format."""
-    state = status(folder)
-    lines = ["# TYPE fedvlm_up gauge", f"fedvlm_up {int(state['up'])}"]
-    if state["who"] == "server":
-        run = state["run"]
-        for name, key in (("round", "round"), ("rounds", "rounds"), ("accuracy", "share")):
-            if run.get(key) is not None:
-                lines += [f"# TYPE fedvlm_{name} gauge", f"fedvlm_{name} {run[key]}"]
-        lines.append("# TYPE fedvlm_site_answers gauge")
-        for site, site_state in state["sites"].items():
-            well = int(site_state["state"] in ("answers", "connected"))
-            lines.append(f'fedvlm_site_answers{{site="{_escape_label(site)}"}} {well}')
-    else:
-        lines += ["# TYPE fedvlm_bytes_out counter", f"fedvlm_bytes_out {state['bytes out']}"]
-    return "\n".join(lines) + "\n"
-
-
-def _escape_label(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
 
 
 def serve_live_page(folder: Path, port: int, ready: Callable[[str], None]) -> None:

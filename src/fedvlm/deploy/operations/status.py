@@ -1,22 +1,22 @@
 """Report the state of a server or a site from its folder, and check the folder before anything runs."""
 
-import json
 import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
+from fedvlm.deploy.flower.fleet import Unreachable, check_server, server_date
 from fedvlm.deploy.identity.enrolment import server_days_left
 from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
 from fedvlm.deploy.operations import events
+from fedvlm.deploy.site.consent import describe_consent
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
-from fedvlm.deploy.site.policy import CONSENT_FILE, read_policy
+from fedvlm.deploy.site.policy import read_policy
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
 from fedvlm.storage.files import is_locked, read_json
@@ -80,7 +80,7 @@ def site_status(folder: Path) -> State:
         "bytes out": sum(line["bytes"] for line in out),
         "last out": out[-1]["time"] if out else None,
         "last refusal": _describe_refusal(refused[-1]) if refused else None,
-        "consent": _describe_consent(kit),
+        "consent": describe_consent(folder, policy),
         "gained": gains[-1] if gains else None,
         "classifiers": sorted(path.name for path in (folder / "classifiers").glob("*")),
         "last": history[-1] if history else None,
@@ -89,19 +89,6 @@ def site_status(folder: Path) -> State:
 
 def _describe_refusal(line: dict[str, Any]) -> State:
     return {"time": line["time"], "why": line.get("error", "")}
-
-
-def _describe_consent(kit: SiteKit) -> str:
-    if not (kit.folder / CONSENT_FILE).exists():
-        return "none"
-    try:
-        consent = json.loads((kit.folder / CONSENT_FILE).read_text())
-        if "refused" in consent:
-            return f"refused by {consent['by']}: {consent['reason']}"
-        remaining = datetime.fromisoformat(consent["until"]) - datetime.now(UTC)
-    except Exception:
-        return "damaged; give it again: fedvlm deploy consent"
-    return "ended" if remaining < timedelta(0) else f"until {consent['until']}, by {consent['by']}"
 
 
 def format_status(state: State) -> list[str]:

@@ -2,8 +2,9 @@
 
 import json
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
@@ -12,14 +13,16 @@ from typing import Any
 import torch
 
 from fedvlm.channel.pipeline import DecodedUploads
-from fedvlm.channel.settings import check_secagg, with_deployment_bound
+from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
-from fedvlm.deploy.kits import REFERENCE_FILE, ServerKit, read_server
+from fedvlm.deploy.kits import REFERENCE_FILE, RUN_REQUEST_FILE, ServerKit, read_server
 from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
 from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
+from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.transcript import TRANSCRIPT_SUFFIX, Transcript
 from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle
 from fedvlm.engines.client import RemoteState, Task, TrainingTerms
 from fedvlm.engines.loop import ignore_sum
@@ -60,8 +63,7 @@ class FederatedTuning:
             return dict(read_json(result))
         if (self.folder / "scores.json").exists():
             self.scores_by_step = dict(read_json(self.folder / "scores.json"))
-        trials, first = tune.make_candidates(self.settings)
-        self._open_trials(trials, first)
+        self._open_trials(tune.make_candidates(self.settings)[0])
         about = self._run_rungs()
         write_json(result, about)
         for path in self.folder.glob("*.checkpoint"):
@@ -81,18 +83,10 @@ class FederatedTuning:
                 self._advance(trial, until)
                 self.run.on_progress("tuning", done, tune.total_rounds(self.settings))
 
-    def _open_trials(self, trials: list[tune.Trial], first: int) -> None:
+    def _open_trials(self, trials: list[tune.Trial]) -> None:
         """Open every trial at every site first, so that a search over a site's budget is refused before it costs
         anything."""
-        rounds = self.settings.method.rounds
-        trainings_per_site = max(
-            sum(name in planned.train for planned in self.trainings) for name in self.run.kit.sites
-        )
-        totals = {
-            "key": self.key,
-            "trainings": (len(trials) + 1) * len(self.trainings),  # the run itself is one more
-            "rounds": trainings_per_site * (tune.search_rounds(rounds, len(trials), first) + rounds),
-        }
+        totals = {"key": self.key, **run_size(self.settings, self.run.kit.sites, self.seed)}
         for place, trial in enumerate(trials):
             plain = _trial_settings(self.settings, trial)
             for training in self.trainings:
@@ -160,13 +154,22 @@ class FederatedTuning:
         return self.folder / f"{place}-{number}.checkpoint"
 
 
+def run_size(settings: Settings, sites: Sequence[str], seed: int) -> dict[str, int]:
+    """Return how many trainings a site opens and how many rounds it answers at most, those of tuning included."""
+    trainings = trainings_of(settings, {name: name for name in sites}, seed)
+    trainings_per_site = max(sum(name in planned.train for planned in trainings) for name in sites)
+    rounds = settings.method.rounds
+    trials, first = tune.make_candidates(settings) if settings.tune else ([], 0)
+    search = tune.search_rounds(rounds, len(trials), first) if trials else 0
+    return {"trainings": (len(trials) + 1) * len(trainings), "rounds": trainings_per_site * (search + rounds)}
+
+
 def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
     """Return the settings of a trial: those of its candidate, without tuning."""
     return replace(settings, method=trial.method, tune=())
 
 
 MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
-RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is asked for
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
@@ -194,7 +197,11 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
         )
-    check_secagg(settings.channel, settings.method)
+    if settings.channel.verified and settings.selection != "last":
+        raise SettingsError(
+            f"selection = {settings.selection!r} needs scores of every site in every round, which a verified "
+            "sum does not have; leave it out"
+        )
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no images to take class names from; name the classes in the experiment, as [source] "
@@ -217,7 +224,7 @@ def describe_bound(settings: Settings) -> str:
             "changes above twice the round's median are shortened, and samples above four times the median do not "
             "count (channel.bound)"
         )
-    if channel.secure:
+    if channel.verified:
         return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
         return f"changes of a norm above {channel.bound} are refused (channel.bound)"
@@ -264,7 +271,8 @@ class DeployedRun:
         self, settings: Settings, training: Training, seed: int, tuning: Any | None = None
     ) -> RemoteEngine:
         """Open a training at all connected sites; `tuning` says how large its search is."""
-        spec = training_spec(settings, training, seed) | ({} if tuning is None else {"tuning": tuning})
+        spec = training_spec(settings, training, seed) | {"run": self.run_plan}
+        spec |= {} if tuning is None else {"tuning": tuning}
         self.log_event(
             "begun",
             method=settings.method.name,
@@ -273,11 +281,19 @@ class DeployedRun:
             sites=list(self.kit.sites),
             record=str(self.record.folder),
         )
-        engine = RemoteEngine(
+        is_sum = settings.channel.verified and tuning is None
+        engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
         )
         engine.wait_for_sites()
         return engine
+
+    @cached_property
+    def run_plan(self) -> dict[str, Any]:
+        """Return what a person at a site consents to."""
+        sizes = [run_size(self.settings, self.kit.sites, seed) for seed in self.settings.seeds]
+        totals = {key: sum(size[key] for size in sizes) for key in sizes[0]}
+        return {"identity": json.loads(json.dumps(self.settings.identity())), **self.settings.statement, **totals}
 
     def make_terms(self, settings: Settings, engine: RemoteEngine, seed: int) -> tuple[TrainingTerms, RemoteState]:
         """Return what everyone knows of a training, and the local tensors of an unseen client."""
@@ -295,6 +311,8 @@ class DeployedRun:
         else:
             self.record.compare({"identity": requested.identity()})
         name = file_name(training, seed)
+        if isinstance(engine, SumEngine):
+            engine.begin(Transcript(self.record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}"))
         terms, initial_local = self.make_terms(settings, engine, seed)
         return run_training(
             TrainingRun(settings, training, terms, self.record),
@@ -326,6 +344,7 @@ class DeployedRun:
             **{"identity": settings.identity(), "memory": True, "notes": [describe_bound(settings)]},
             **build_manifest(site_facts, names, engine.counts, dropped),
             **{"sites": list(self.kit.sites), "local": about["local"]},
+            **settings.statement,
             **self.tuned,
         }
 
@@ -346,6 +365,11 @@ class DeployedRun:
                 "make it again: fedvlm deploy reference"
             )
         return {"reference": values[view]}
+
+
+def stated_settings(record: Mapping[str, Any]) -> Settings:
+    """Return the settings of a request or a manifest, with its purpose and contact."""
+    return build({**record["identity"], **{key: record.get(key, "") for key in ("purpose", "contact")}})
 
 
 RUN_RULES = {"quorum", "deadline", "wait"}  # of server.toml, that one run may have otherwise
@@ -389,7 +413,7 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     if "joins" in request:
         done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
         return write_json(folder / JOIN_RESULT_FILE, done)
-    settings = build(request["identity"])
+    settings = stated_settings(request)
     check_deployable(kit, settings)
     progress = Path(request["out"]).with_suffix(".progress")
 
@@ -469,7 +493,7 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
     if record.result() is None:
         raise SettingsError(f"{out} is not a finished run; resume it: fedvlm deploy run")
     alone = replace(kit, sites=(site,), quorum=1.0)
-    settings = build(record.manifest["identity"])
+    settings = stated_settings(record.manifest)
     other_nodes = {node for name, node in known_nodes(kit).items() if name != site}
     run = DeployedRun(
         grid,

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -28,7 +27,7 @@ from fedvlm.storage.files import open_for_append, write_file
 
 LEDGER_FILE = "ledger.jsonl"
 FIRST_HASH = "0" * 64  # what the first line says of the line before it
-Direction = Literal["in", "out", "refused", "dropped"]
+Direction = Literal["in", "out", "refused", "dropped", "consent"]
 
 
 @dataclass(frozen=True)
@@ -94,39 +93,52 @@ class Ledger:
         """Return all lines, each checked against the one before it."""
         if not self.path.is_file():
             raise DataError(f"there is no {self.path}; a site's folder has one after its first round")
-        lines: list[dict[str, Any]] = []
-        torn, broken = [], []
-        head = FIRST_HASH
-        for number, text in enumerate(_read_lines(self.path), start=1):
-            line = _parse_line(text)
-            if line is None:
-                torn.append(number)
-                continue
-            if line["before"] != head:
-                broken.append(f"line {number} does not follow the line before it")
-            if line["hash"] != _hash_line({k: v for k, v in line.items() if k != "hash"}):
-                broken.append(f"line {number} was changed after it was written")
-            lines.append(line)
-            head = line["hash"]
-        return History(tuple(lines), tuple(torn), tuple(broken), head)
+        return _extend(EMPTY_HISTORY, self.path.read_bytes())
 
     def history(self) -> History:
-        """Return the checked lines, read again only if the file has changed; empty if there is no file."""
+        """Return the checked lines; of a file that has grown, only what is new is read; empty if there is no file.
+
+        A page that is open asks every second, consent is checked at every message, and a ledger grows for years.
+        """
         try:
-            info = self.path.stat()
+            with open(self.path, "rb") as file:
+                info = os.fstat(file.fileno())
+                inode, modified, offset, known = _histories.get(self.path, (0, 0, 0, EMPTY_HISTORY))
+                is_same = info.st_size > offset or (info.st_size == offset and info.st_mtime_ns == modified)
+                if inode != info.st_ino or not is_same:
+                    offset, known = 0, EMPTY_HISTORY
+                file.seek(offset)
+                data = file.read()
         except FileNotFoundError:
             return History((), (), (), "")
-        return _read_history(self.path, info.st_ino, info.st_size, info.st_mtime_ns)
+        end = data.rfind(b"\n") + 1
+        known = _extend(known, data[:end])
+        _histories[self.path] = info.st_ino, info.st_mtime_ns, offset + end, known
+        return _extend(known, data[end:])
 
 
-@lru_cache(maxsize=2)  # a page that is open asks every second, and a ledger grows for years
-def _read_history(path: Path, inode: int, size: int, modified_ns: int) -> History:
-    return Ledger(path.parent).read()
+EMPTY_HISTORY = History((), (), (), FIRST_HASH)
+_histories: dict[Path, tuple[int, int, int, History]] = {}  # by file: inode, time, bytes of complete lines, and these
 
 
-def _read_lines(path: Path) -> list[bytes]:
-    texts = path.read_bytes().split(b"\n")
-    return texts[:-1] if texts[-1] == b"" else texts
+def _extend(history: History, data: bytes) -> History:
+    """Return a history with more lines, each checked against the one before it."""
+    if not data:
+        return history
+    lines, torn, broken = list(history.lines), list(history.torn), list(history.broken)
+    head, first = history.head, len(lines) + len(torn) + 1
+    for number, text in enumerate(data.removesuffix(b"\n").split(b"\n"), start=first):
+        line = _parse_line(text)
+        if line is None:
+            torn.append(number)
+            continue
+        if line["before"] != head:
+            broken.append(f"line {number} does not follow the line before it")
+        if line["hash"] != _hash_line({k: v for k, v in line.items() if k != "hash"}):
+            broken.append(f"line {number} was changed after it was written")
+        lines.append(line)
+        head = line["hash"]
+    return History(tuple(lines), tuple(torn), tuple(broken), head)
 
 
 def _parse_line(text: bytes) -> dict[str, Any] | None:
@@ -176,6 +188,8 @@ class PrivacyBudget:
         self.rounds: Counter[str] = Counter()
         self.measurements: Counter[str] = Counter()
         self.noise_spent: dict[str, float] = {}  # by training: Σ 1/z² of the noise of its uploads
+        self.trainings_by_plan: Counter[str] = Counter()  # that people have consented to
+        self.n_unnoised = 0  # uploads without noise
         self.broken = bool(history.broken)
         for line in history.lines:
             self.count_line(line)
@@ -184,11 +198,13 @@ class PrivacyBudget:
         """Count a line of the ledger, if something left by it for the first time."""
         kind, training = line.get("costs"), str(line.get("training"))
         if kind == "training":
+            self.trainings_by_plan[str(line.get("plan"))] += training not in self.trainings
             self.trainings.add(training)
         elif kind == "measurement":
             self.measurements[training] += 1
         elif kind == "upload":
             self.rounds[training] += 1
+            self.n_unnoised += not line.get("spends")
             self.noise_spent[training] = self.noise_spent.get(training, 0.0) + float(line.get("spends", 0.0))
 
     def admit(self, policy: Policy, kind: str, training: str, cost: float) -> None:
@@ -287,10 +303,10 @@ class ReplyCache:
         return reply, state
 
     def uploads(self) -> Iterator[Message]:
-        """Yield the cached replies with an upload that the server could read."""
+        """Yield the cached replies with an upload."""
         for path in sorted(self.folder.glob("*")):
             cached = self._read(path)
-            if cached is not None and cached[0].arrays and not cached[0].header["masked"]:
+            if cached is not None and cached[0].arrays:
                 yield cached[0]
 
     def store(self, request: Message, reply: Message, state: Message) -> None:

@@ -1,9 +1,7 @@
-"""Hold what a site allows in a file that the site owns, and its people's consent; enforced whatever the server asks."""
+"""Hold what a site allows in a file that the site owns; enforced whatever the server asks."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime, timedelta
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,65 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import ClassStatistics, Method, setting
-from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_table
+from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, Range, ranged_field, read_table
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.messages import RequestRefused
-from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.errors import FedVLMError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.runner.experiment_files import read_toml
-from fedvlm.storage.files import read_json, write_file
+from fedvlm.storage.files import read_json
 
-CONSENT_FILE = "consent.json"
 WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and with which key
-
-
-def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0) -> datetime:
-    """Record that a person agrees to rounds of these methods (none: all) for some days from now."""
-    if not by.strip():
-        raise SettingsError("nobody is named; name who consents, e.g. --by 'A. Person'")
-    if not days > 0:
-        raise SettingsError(f"days must be above 0, got {days}")
-    now = datetime.now(UTC)
-    until = now + timedelta(days=days)
-    consent = {
-        "by": by,
-        "methods": list(methods),
-        "given": now.isoformat(timespec="seconds"),
-        "until": until.isoformat(timespec="seconds"),
-    }
-    write_file(Path(folder) / CONSENT_FILE, json.dumps(consent, indent=1, ensure_ascii=False).encode() + b"\n")
-    return until
-
-
-def withdraw_consent(folder: str | Path) -> None:
-    """Withdraw the consent: no round starts from now on; a round that has begun continues."""
-    (Path(folder) / CONSENT_FILE).unlink(missing_ok=True)
-
-
-def refuse_consent(folder: str | Path, by: str, reason: str) -> None:
-    """Record that a person refuses; the server learns that, and not why."""
-    if not by.strip():
-        raise SettingsError("nobody is named; name who refuses, e.g. --by 'A. Person'")
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    refusal = {"by": by, "refused": now, "reason": reason}
-    write_file(Path(folder) / CONSENT_FILE, json.dumps(refusal, indent=1, ensure_ascii=False).encode())
-
-
-def check_consent(folder: Path, method: str) -> None:
-    if not (folder / CONSENT_FILE).exists():
-        raise RequestRefused("consent")
-    try:
-        consent = json.loads((folder / CONSENT_FILE).read_text())
-        if "refused" in consent:
-            raise RequestRefused("consent refused", f"{consent['by']} has refused: {consent['reason']}")
-        until, methods = datetime.fromisoformat(consent["until"]), list(consent["methods"])
-        over = datetime.now(UTC) > until
-    except (KeyError, TypeError, ValueError) as error:
-        raise RequestRefused("consent damaged") from error
-    if over:
-        raise RequestRefused("consent ended", f"the consent given at this site ended at {consent['until']}")
-    if methods and method not in methods:
-        raise RequestRefused("consent method", f"the consent given at this site is not for the method {method}")
 
 
 POLICY_FILE = "policy.toml"
@@ -80,14 +28,14 @@ SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 
 class Protection(Protocol):
-    """Describe what a policy checks of a channel: clipping, noise and secure sums."""
+    """Describe what a policy checks of a channel: clipping, noise and verified sums."""
 
     @property
     def clip(self) -> float: ...
     @property
     def noise_multiplier(self) -> float: ...
     @property
-    def secure(self) -> bool: ...
+    def verified(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -105,15 +53,18 @@ class Policy:
     noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be at least this
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
-    secure: bool = False  # uploads leave in a secure sum only
+    plain: bool = True  # uploads may leave one by one, not only in a verified sum
+    sum_of: int = ranged_field(3, Range(3))  # members that a verified sum must have, this site included
+    member_changes: int = ranged_field(0, NON_NEGATIVE)  # other sets of members, in sums over the same samples
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
     trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
     rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
     all_rounds: int = ranged_field(10_000, NON_NEGATIVE)  # likewise in total
     measures: int = ranged_field(600, NON_NEGATIVE)  # maximum of replies with scores alone, per training
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
+    approvers: int = ranged_field(1, COUNT)  # who have to consent to the same plan
 
-    def admit(self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
+    def admit(self, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
         """Refuse a round before anything is computed. `labels` are those of the training samples."""
         if not {ALL_METHODS, method.name} & set(self.methods):
             raise RequestRefused(
@@ -134,15 +85,13 @@ class Policy:
                 f"got {channel.noise_multiplier:g}",
                 least=self.noise_multiplier,
             )
-        if self.secure and not channel.secure:
-            raise RequestRefused("secure")
+        if not (self.plain or channel.verified):
+            raise RequestRefused("plain")
         if len(labels) < self.min_samples:
             raise RequestRefused("samples", least=self.min_samples)
         cannot = isinstance(method, ClassStatistics) and setting(method, "min_class_samples") is None
         if cannot and len(self.small_classes(labels)):
             raise RequestRefused("class", least=self.min_class_samples)
-        if self.consent:
-            check_consent(Path(folder), method.name)
 
     def small_classes(self, labels: NDArray[np.int64]) -> list[int]:
         """Return the classes whose statistics stay here."""
@@ -244,9 +193,17 @@ RULE_TEXTS = {
         "repeated requests use the noise up; above the limit no upload leaves",
     ),
     "delta": ("δ at which ε is counted", "the probability that the bound ε does not hold"),
-    "secure": (
-        "uploads leave only in a secure sum",
-        "the server sees the sum of all uploads, and not this site's",
+    "plain": (
+        "uploads may leave one by one, and not only in a verified sum",
+        "a server that deviates recovers training embeddings from single uploads",
+    ),
+    "sum_of": (
+        "members that a verified sum must have, this site included",
+        "a sum of two shows each of them the upload of the other",
+    ),
+    "member_changes": (
+        "how often the members of sums over the same samples may change",
+        "two sums that differ by one member show the upload of that member",
     ),
     "scores": (
         'how exactly scores are reported: "exact", "coarse" or "none"',
@@ -261,8 +218,9 @@ RULE_TEXTS = {
     ),
     "consent": (
         "no round starts without a person's consent (fedvlm deploy consent)",
-        "somebody at the site knows of each training",
+        "somebody at the site knows of each run, and has agreed to exactly this one",
     ),
+    "approvers": ("how many approvers have to consent to the same plan", "four eyes see more than two"),
 }
 
 

@@ -1,14 +1,9 @@
 """Serve a site: answer the server's signed requests with its own samples, under its policy and ledger."""
 
-import os
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event
 from time import monotonic
 from typing import Any
@@ -18,22 +13,28 @@ from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.splits import SPLITS
-from fedvlm.deploy.flower import SUPEREXEC_ENDED
-from fedvlm.deploy.flower.access import SECRET_FILE as CONTROL
-from fedvlm.deploy.flower.access import TOKEN_FOLDER_VARIABLE, new_secret
-from fedvlm.deploy.flower.processes import Process, Unreachable, check_server, start_supernode
-from fedvlm.deploy.flower.site import CONNECTION_LOST, SITE_SOCKET_VARIABLE, receive_message, send_messages
-from fedvlm.deploy.identity.certificates import describe_validity, read_own_certificate
+from fedvlm.deploy.flower.fleet import (
+    CallRefused,
+    FleetClient,
+    NotAdmitted,
+    Stopped,
+    Unreachable,
+    check_server,
+    serve_requests,
+)
+from fedvlm.deploy.identity.certificates import describe_validity, federation_id, read_own_certificate
 from fedvlm.deploy.identity.keys import Signer, Verifier
-from fedvlm.deploy.kits import SiteKit, write_secret
+from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import (
     ECHOED_FIELDS,
     SCORE_COUNTS,
+    SUM_KINDS,
     Header,
     OpenRequest,
     ReportedError,
     RequestRefused,
     RoundRequest,
+    SumRequest,
     encode_error,
     encoder_fingerprint,
     parse_request,
@@ -42,19 +43,36 @@ from fedvlm.deploy.messages import (
 )
 from fedvlm.deploy.operations.events import EventLog, EventLogger
 from fedvlm.deploy.operations.security_log import log_security
+from fedvlm.deploy.site.consent import (
+    check_consent,
+    check_consented_size,
+    check_plan,
+    describe_request,
+    plan_hash,
+    store_request,
+)
 from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
-from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, describe_request, load_site_training
-from fedvlm.engines.client import measure
+from fedvlm.deploy.site.sums import SumMember
+from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, load_site_training
+from fedvlm.engines.client import World, measure
 from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
-from fedvlm.runner.settings import build
+from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import fit_calibration, fit_client_novelty
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
+ACTIVITIES = {
+    "open": "opened a training",
+    "adapt": "adapted",
+    "plan": "agreed to a plan",
+    "counts": "masked class counts",
+    "end": "ended a session",
+    "join": "joined late",
+}
 UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about strangers
 
 
@@ -72,6 +90,8 @@ class Site:
         self.ledger = Ledger(kit.folder)
         self.budget = PrivacyBudget(self.ledger.history())
         self.handler = TrainingHandler(listener=self)
+        federation = federation_id((kit.folder / "server.pub").read_bytes(), (kit.folder / "ca.crt").read_bytes())
+        self.sums = SumMember(kit, self.sign, federation, self)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
         self.n_unsigned, self.last_unsigned_log = 0, -UNSIGNED_LOG_SECONDS
@@ -102,14 +122,17 @@ class Site:
             policy = current_policy(self.kit.folder)
             if isinstance(fields, OpenRequest):
                 self.budget.admit(policy, "training", fields.training, 0.0)
-                reply, costs = self.open_training(request, policy), {"costs": "training"}
+                costs = {"costs": "training", "plan": plan_hash(request.header["spec"])}
+                reply = self.open_training(request, policy)
+            elif isinstance(fields, SumRequest):
+                reply, costs = self._run_sum(request, fields, policy)
             else:
                 reply, state, costs = self._run_round(request, fields, state, policy)
             policy.check_upload_size(sum(array.nbytes for array in reply.arrays.values()))
         except Exception as error:
             return self._error_reply(fields, error), state
         sent = self._record_reply("out", fields, self.sign(reply), **costs)
-        if "spends" in costs:  # after it was counted: a repeated reply costs nothing
+        if "spends" in costs and isinstance(fields, RoundRequest):  # counted: a repeated reply costs nothing
             ReplyCache(self._folder(fields.training)).store(request, reply, state)
         return sent, state
 
@@ -120,7 +143,12 @@ class Site:
         kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
         training = self._load_training(key, policy)
         site_training, world = self.site_trainings[key], training.world
-        policy.admit(self.kit.folder, world.method, world.channel, site_training.labels)
+        policy.admit(world.method, world.channel, site_training.labels)
+        if world.channel.verified:
+            raise ReportedError("sum", "an upload of a verified sum was asked for without its session; nothing leaves")
+        if policy.consent:
+            check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
+            check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
         if (cached := ReplyCache(self._folder(key)).read(request)) is not None:
             return cached[0], training.restore(cached[1]) if fields.trains else state, {}
         spends = site_training.upload_cost if kind == "upload" else 0.0
@@ -134,6 +162,22 @@ class Site:
         releases = self.budget.rounds[key] + (kind == "upload")
         header = {**reply.header, "scores": scores, "described": described, "releases": releases}
         return Message(header, reply.arrays), state, {"costs": kind, "spends": spends}
+
+    def _run_sum(self, request: Message, fields: SumRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
+        """Return the reply to a step of a verified sum, and what it costs."""
+        key = fields.training
+        world = self._load_training(key, policy).world
+        site_training = self.site_trainings[key]
+        policy.admit(world.method, world.channel, site_training.labels)
+        if policy.consent:
+            check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
+            check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
+        kind = "upload" if fields.kind == "sum" else "measurement"
+        self.budget.admit(policy, kind, key, site_training.upload_cost if kind == "upload" else 0.0)
+        return self.sums.answer(request, fields, site_training, world, policy)
+
+    def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None:
+        self.on_adapted(replace(self.handler.trainings[key], world=world), sent, local)
 
     def _error_reply(self, fields: Header | None, error: Exception) -> Message:
         """Return a code with its numbers for the server; log everything else here."""
@@ -154,8 +198,8 @@ class Site:
         self.ledger.add(direction, fields.round if fields else -1, to_tensors(reply.arrays), data, **entry)
         self.budget.count_line(entry)
         if fields and "error" not in details:
-            names = list(reply.arrays) or ["scores only"]
-            activity = {"open": "opened a training", "adapt": "adapted"}.get(fields.kind, f"round {fields.round}")
+            names = list(reply.arrays) or ["a signature" if fields.kind in SUM_KINDS else "scores only"]
+            activity = ACTIVITIES.get(fields.kind, f"round {fields.round}")
             self.log_event("sent", what=activity, bytes=len(data), fields=names)
         return reply
 
@@ -175,10 +219,11 @@ class Site:
         key, settings = training_key(spec), build(spec["identity"])
         if key != request.header["training"]:
             raise ReportedError("request", "the key of the training does not match its settings")
+        check_plan(spec, settings)
         site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy)
+        policy.admit(settings.method, settings.channel, site_training.labels)
         if policy.consent:
-            self.log_event("asks", **describe_request(settings, site_training, self.budget, policy))
-        policy.admit(self.kit.folder, settings.method, settings.channel, site_training.labels)
+            self._check_consent(spec, settings, site_training, policy)
         self._admit_tuning(spec, key, site_training, policy)
         self._log_suppressed_classes(site_training, policy)
         folder = self._folder(key)
@@ -189,11 +234,13 @@ class Site:
         self._register(key, site_training)
         frozen, member = site_training.world.frozen, site_training.world.members[self.kit.name]
         shared, local = settings.method.init(frozen)
+        is_sum = settings.channel.verified
         header = {
             **{name: request.header[name] for name in ECHOED_FIELDS},
             **{"client": self.kit.name, "opened": key, "encoder": public_encoder_name(site_training.encoder)},
             **{"classes": list(frozen.classes), "dim": frozen.dim, "scale": frozen.scale, "local": sorted(local)},
-            "samples": {split: len(getattr(member, split)) for split in SPLITS},
+            # Members of a verified sum add up their counts, and tell nobody their own.
+            "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
         }
         self.log_event(
@@ -204,7 +251,25 @@ class Site:
             classes=len(set(site_training.labels.tolist())),
         )
         first = {f"shared/{name}": value for name, value in shared.items()}
-        return Message(header, to_arrays(first | ({} if frozen.text is None else {"text": frozen.text})))
+        texts = {"text": frozen.text, "descriptions": frozen.descriptions if is_sum else None}
+        first |= {name: value for name, value in texts.items() if value is not None}
+        return Message(header, to_arrays(first))
+
+    def _check_consent(
+        self, spec: Mapping[str, Any], settings: Settings, site_training: SiteTraining, policy: Policy
+    ) -> None:
+        """Refuse a training that people have not consented to, and keep the request for them."""
+        if not (spec["run"]["purpose"].strip() and spec["run"]["contact"].strip()):
+            raise RequestRefused("purpose")
+        try:
+            check_consent(self.kit.folder, policy, plan_hash(spec))
+        except RequestRefused as refusal:
+            if refusal.code in ("consent", "consent ended"):
+                facts = describe_request(spec, settings, site_training, self.budget, policy)
+                if store_request(self.kit.folder, spec, facts):
+                    self.log_event("asks", plan=plan_hash(spec), **facts)
+            raise
+        check_consented_size(spec, settings.method.rounds, self.budget, training_key(spec))
 
     def _admit_tuning(self, spec: Mapping[str, Any], key: str, site_training: SiteTraining, policy: Policy) -> None:
         """Admit a whole tuning search when its first trial is opened, or none of it."""
@@ -294,51 +359,24 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
     """Serve requests at a site until it is stopped."""
     certificate = read_own_certificate(kit.folder)
     site = Site(kit, print_line)
-    log_event = site.log_event
     stop = stop or Event()
-    with (
-        exclusive_lock(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
-        TemporaryDirectory(prefix="fedvlm-") as place,
-        socket.socket(socket.AF_UNIX) as listener,
-    ):
-        bin = Path(place) / "bin"
-        bin.mkdir()
-        _write_script(bin / "flower-superexec", "site", "run_superexec")
-        write_secret(Path(place) / CONTROL, new_secret())
-        listener.bind(str(Path(place) / "desk"))
-        listener.listen(8)
-        listener.settimeout(0.5)
+    with exclusive_lock(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"):
         until = describe_validity(certificate.days_left, kit.folder)
-        log_event("connecting", site=kit.name, address=kit.address, until=until)
-        if not _wait_for_server(kit, log_event, stop):
+        site.log_event("connecting", site=kit.name, address=kit.address, until=until)
+        if not _wait_for_server(kit, site.log_event, stop):
             return
-        node = _start_node(kit, bin, place)
+        client = FleetClient(kit.address, kit.folder, stop)
         try:
-            while not stop.is_set():
-                if not node.alive:
-                    raise FederationError(describe_supernode_exit(kit, node))
-                try:
-                    stream, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError as error:  # as when no file can be opened for a while
-                    log_event("said", text=f"a request was not accepted ({error})")
-                    stop.wait(0.5)
-                    continue
-                with stream:
-                    answer_request(site, stream)
+            client.connect()
+            serve_requests(client, site.answer, site.log_text)
+        except (NotAdmitted, CallRefused) as error:
+            reason = describe_refusal(kit, error)
+            site.log_text(reason)
+            raise FederationError(reason) from error
+        except Stopped:
+            return
         finally:
-            node.stop()
-
-
-def answer_request(site: Site, stream: socket.socket) -> None:
-    """Answer one request; no error ends the site."""
-    stream.settimeout(60)
-    try:
-        send_messages(stream, site.answer(receive_message(stream), receive_message(stream)))
-    except Exception as error:
-        with suppress(Exception):  # also if nobody reads what the site says
-            site.log_text(f"a request was not answered ({type(error).__name__}: {error})")
+            client.disconnect()
 
 
 def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
@@ -356,31 +394,12 @@ def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
     return False
 
 
-def _start_node(kit: SiteKit, bin: Path, place: str) -> Process:
-    source = str(Path(__file__).resolve().parents[3])  # as this process found fedvlm
-    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {SITE_SOCKET_VARIABLE: str(Path(place) / "desk"), TOKEN_FOLDER_VARIABLE: place, "PYTHONPATH": paths}
-    return start_supernode(kit, bin, environment)
-
-
-def _write_script(path: Path, module: str, main: str) -> None:
-    """Write a program that is found before Flower's own of that name."""
-    named = f"from fedvlm.deploy.flower.{module} import {main}"
-    path.write_text(f"#!{sys.executable}\n{named}\n{main}()\n")
-    path.chmod(0o700)
-
-
-def describe_supernode_exit(kit: SiteKit, node: Process) -> str:
-    """Explain why a SuperNode ended, with the remedy."""
-    log_tail = node.tail()
-    causes = [cause for cause in (SUPEREXEC_ENDED, CONNECTION_LOST) if cause in log_tail]
-    if node.killed:
-        causes.append(f"its SuperNode was ended by {node.killed}")
-    if causes:
-        return f"site {kit.name} stopped: {causes[0]}; start it again. Flower says:\n{log_tail}"
-    return (
-        f"site {kit.name} is not admitted at {kit.address}; either its key is not known there, because it was revoked "
-        "or renewed, has expired, or is of another federation (ask the server's people, who see it by `fedvlm deploy "
-        "keys`), or a copy of the kit is connected (or was, a minute ago), or the server has a new database (start the "
-        f"site again). Flower says:\n{log_tail}"
+def describe_refusal(kit: SiteKit, error: Exception) -> str:
+    """Explain why the server does not admit this site, with the remedy."""
+    cause = (
+        "its key is not known there, because it was revoked or renewed, has expired, or is of another federation: ask "
+        "the server's people, who see it by `fedvlm deploy keys`"
     )
+    if isinstance(error, CallRefused):
+        cause = "a copy of the kit is connected, or was a minute ago: stop the copy, and start the site again"
+    return f"site {kit.name} is not admitted at {kit.address}; {cause} ({error})"

@@ -1,8 +1,7 @@
-"""Load a site's own samples for one training, and describe to its people what would leave."""
+"""Load a site's own samples for one training, and compare what comes of it with the site alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from fedvlm.core import make
 from fedvlm.data.partition import ClientSplit
 from fedvlm.data.table import Dataset, EmbeddedTable, match_classes
 from fedvlm.deploy.kits import SiteKit
-from fedvlm.deploy.messages import ReportedError, RequestRefused, normalise_class_name
-from fedvlm.deploy.operations import events
-from fedvlm.deploy.site.ledger import PrivacyBudget, upload_cost
-from fedvlm.deploy.site.policy import Policy, check_consent, read_policy
+from fedvlm.deploy.messages import ReportedError, normalise_class_name
+from fedvlm.deploy.site.ledger import upload_cost
+from fedvlm.deploy.site.policy import Policy
 from fedvlm.engines.client import World, make_client, measure
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
@@ -26,7 +24,6 @@ from fedvlm.runner.manifest import provenance
 from fedvlm.runner.prepare import Prepared, check_samples, frozen_of, prepare, prepare_client, with_calibration
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
-from fedvlm.tensors import count_bytes
 
 PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
 
@@ -38,7 +35,9 @@ class SiteTraining:
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
     origin: Mapping[str, Any]  # of the classifier, for its card: settings, data and code
+    spec: Mapping[str, Any]  # as the server sent it
     is_trial: bool = False  # of a tuning search: it has no test samples and leaves no classifier
+    n_groups: int | None = None  # patients of the training samples, if the data name them
 
     @property
     def upload_cost(self) -> float:
@@ -56,7 +55,7 @@ def load_site_training(
     seed = int(spec["seed"])
     if not kit.plays:
         policy.check_partition(settings.clients)
-    rows = load(settings, ignore_progress)[0] if kit.plays else _load_site_samples(kit, settings, spec["classes"])
+    rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, spec["classes"])
     check_samples(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
@@ -74,10 +73,13 @@ def load_site_training(
         prepared = _without_test(prepared, id)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
-    labels = rows.labels[prepared.partition.clients[id].train]
+    train = prepared.partition.clients[id].train
+    labels = rows.labels[train]
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
-    return SiteTraining(world, labels, rows.encoder, title, origin, trial)
+    groups = None if rows.groups is None else rows.groups[train].tolist()
+    n_groups = None if groups is None else len({*groups} - {""}) + groups.count("")  # one without a name is its own
+    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, n_groups)
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
@@ -132,7 +134,7 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
     """Ignore progress: nobody watches a site's process."""
 
 
-def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
+def load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
     """Embed the site's own data by its own encoder, under the experiment's classes."""
     settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
@@ -192,59 +194,13 @@ def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -
 
 def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Count correct validation samples of the federated classifier and of one trained on own samples alone."""
-    scores = {"samples": measured["validation_rows"], "federated": measured["validation_hits"]}
+    federated = measured["validation_hits"]
+    scores = {"samples": measured["validation_rows"], "federated": federated}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
-        return {**scores, "alone": "?"}  # its rows are patches or pixels, and a probe has none
+        return {**scores, "alone": "?", "advice": "not compared"}  # its samples are patches or pixels
     probe = replace(world, method=make("alone"))
     nothing, initial_local = probe.method.init(probe.frozen)
     adapted = probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))
-    return {**scores, "alone": measure(probe, nothing, adapted, id)["validation_hits"]}
-
-
-def pending_request(folder: Path) -> dict[str, Any] | None:
-    """Return the last request if it still needs a person's consent."""
-    if not read_policy(folder).consent:
-        return None
-    requests = [event for event in events.read_events(folder) if event["kind"] == "asks"]
-    if not requests:
-        return None
-    try:
-        check_consent(folder, str(requests[-1]["method"]))
-    except RequestRefused:
-        return requests[-1]
-    return None
-
-
-def describe_request(
-    settings: Settings, site_training: SiteTraining, account: PrivacyBudget, policy: Policy
-) -> dict[str, Any]:
-    """Describe what a person is asked to consent to; the upload is computed to see what it holds, and stays here."""
-    method, channel = settings.method, settings.channel
-    [id] = site_training.world.members
-    shared, local = method.init(site_training.world.frozen)
-    sent = method.send(shared, id)
-    upload, _ = method.update(site_training.world.frozen, sent, local, make_client(site_training.world, id, 0))
-    once = upload_cost(method, channel, len(site_training.labels))
-    return {
-        "method": method.name,
-        "rounds": method.rounds,
-        "leaves": [f"{key} {list(value.shape)}" for key, value in upload.items()],
-        "bytes": count_bytes(upload),
-        "noise": channel.noise_multiplier,
-        "before": account.epsilon(policy.delta),
-        "after": account.epsilon(policy.delta, extra_cost=once * method.rounds),
-    }
-
-
-def format_request(asked_event: dict[str, Any] | None) -> list[str]:
-    if asked_event is None:
-        return []
-    noise = "without noise" if not asked_event["noise"] else f"with noise {asked_event['noise']:g}"
-    lines = [
-        f"The server asks for {asked_event['method']}, {asked_event['rounds']} rounds.",
-        f"In the first round {', '.join(asked_event['leaves']) or 'nothing but scores'} would leave this site "
-        f"({asked_event['bytes']} bytes), {noise}. No image leaves.",
-    ]
-    if asked_event["after"]:
-        lines.append(f"ε so far {asked_event['before']:.3g}, after this run {asked_event['after']:.3g}.")
-    return lines
+    alone = measure(probe, nothing, adapted, id)["validation_hits"]
+    better = "use the federation's classifier" if federated > alone else "keep your own classifier"
+    return {**scores, "alone": alone, "advice": better if federated != alone else "no difference"}

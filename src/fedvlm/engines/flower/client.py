@@ -13,17 +13,13 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.channel.pipeline import UploadPipeline, join_channel_state, split_channel_state
-from fedvlm.channel.steps import SECAGG_LIMIT, to_secagg
 from fedvlm.channel.validation import check_upload
-from fedvlm.core import Conditioned, Described, Tensors, upload_sum
+from fedvlm.core import Conditioned, Described, Tensors
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
 from fedvlm.engines.flower.messages import Arrays, Message
-from fedvlm.engines.flower.secure import SECAGG_RANGE
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors, write_tensors
-
-assert SECAGG_LIMIT == SECAGG_RANGE, "a channel must refuse what SecAgg+ would cut off"
 
 Versions = dict[int, Tensors]
 
@@ -134,14 +130,11 @@ class TrainingHandler:
         engine = Sequential(world)
         adapts = header["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task]).replies[id]
-        after, upload, masked = version, done.upload or {}, False
-        place = error_context(world, number, id)
+        after, upload = version, done.upload or {}
         if done.upload is not None:
-            check_upload(upload, initial_local, place)
+            check_upload(upload, initial_local, error_context(world, number, id))
             draw = channel_noise(world, id, number)
             upload, channel_state = UploadPipeline(world.channel).encode(upload, sent, channel_state, draw)
-            if masked := world.channel.secure and bool(upload):
-                upload = to_secagg(upload, sent, sum_weight(world, id, header), world.channel, place)
         if task.trains:
             after = number + 1
             keep = {version, *header["held"]}
@@ -154,29 +147,12 @@ class TrainingHandler:
         reply = {
             **{key: header[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
-            "masked": masked,
             "version": after,
             "uploads": done.upload is not None,
             "scores": done.scores,
             "described": describe_local(world, sent, done, adapts) if task.trains else {},
         }
         return Message(reply, to_arrays(upload)), state
-
-
-def sum_weight(world: World, id: str, header: Mapping[str, Any]) -> float:
-    """Return a client's weight in a secure sum, at most 1.
-
-    It is the client's own choice: a server that gives the others no weight would see this one's upload.
-    """
-    rows = len(world.members[id].train)
-    if upload_sum(world.method) != "samples":
-        return 1.0
-    if not 0 < rows <= header["largest"]:
-        raise FederationError(
-            f"{error_context(world, header['round'], id)}: the server says that no client has more than "
-            f"{header['largest']} samples, but this one has {rows}; it runs another version"
-        )
-    return float(rows / header["largest"])
 
 
 def describe_local(world: World, sent: Tensors, done: ClientReply, adapts: bool) -> dict[str, float]:

@@ -10,12 +10,10 @@ from math import ceil
 from secrets import token_hex
 from typing import Any, Protocol
 
-from fedvlm.channel.settings import check_secagg
 from fedvlm.core import Tensors
 from fedvlm.engines import flower as api
 from fedvlm.engines.client import ClientReply, Local, RemoteState, RoundReplies, Task, World, as_tensors
 from fedvlm.engines.flower import import_flower
-from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.client import (
     TrainingHandler,
     Versions,
@@ -38,7 +36,7 @@ from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.tensors import max_relative_difference
 
 TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
-MESSAGE_TYPES = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
+MESSAGE_TYPES = {"open": "query"}  # Flower's words for ours; all others are "train"
 
 
 class FlowerEngine:
@@ -51,14 +49,12 @@ class FlowerEngine:
         training: str,
         quorum: float = 1.0,  # share of the clients asked that must answer
         deadline: float | None = None,  # seconds; None waits for ever
-        secure: bool = False,  # uploads come as a sum, by SecAgg+
     ) -> None:
         self.grid = grid
         self.nodes = dict(nodes)  # by client id
         self.training = training
         self.quorum = quorum
         self.deadline = deadline
-        self.secure = secure
         self.rows: dict[str, int] = {}  # that each client trains on
         self.absent: dict[str, str] = {}  # why a client has no node, if it is known
         self.missing: dict[str, str] = {}  # who did not answer the last time, and why
@@ -109,12 +105,8 @@ class FlowerEngine:
             )
             for task in tasks
         }
-        hidden = {task.id for task in tasks if task.trains and self.secure and kind == "round"}
-        self.missing, total = {}, None
-        replies = self.exchange({id: parcels[id] for id in parcels if id not in hidden}, number)
-        if hidden:
-            masked, total = self.exchange_masked({id: parcels[id] for id in hidden}, number)
-            replies |= masked
+        self.missing = {}
+        replies = self.exchange(parcels, number)
         done = {}
         for id, reply in replies.items():
             header = reply.header
@@ -129,7 +121,7 @@ class FlowerEngine:
                 is_encoded=True,
                 releases=header.get("releases", 0),
             )
-        return RoundReplies(done, dict(self.missing), total, self._required_replies(len(parcels)))
+        return RoundReplies(done, dict(self.missing), min_clients=self._required_replies(len(parcels)))
 
     def exchange(self, parcels: Mapping[str, Message], number: int) -> dict[str, Message]:
         """Send each client its message and return the valid replies; too few are an error."""
@@ -164,37 +156,6 @@ class FlowerEngine:
         """Return why a client no longer counts, or nothing."""
         return ""
 
-    def exchange_masked(self, parcels: Mapping[str, Message], number: int) -> tuple[dict[str, Message], Tensors]:
-        """Exchange messages whose uploads the server sees only as a sum."""
-        from fedvlm.engines.flower.secure import MIN_SECURE_SITES, MOST_MEMBERS, exchange_securely
-
-        largest = max(self.rows[id] for id in parcels)
-        notice = {
-            id: Message({**message.header, "largest": largest}, message.arrays) for id, message in parcels.items()
-        }
-        sealed = self._sealed(notice)
-        if not MIN_SECURE_SITES <= len(sealed) <= MOST_MEMBERS:
-            raise FederationError(
-                f"round {number}: a secure sum hides a client among others, and takes three to a thousand; "
-                f"{len(sealed)} are there. Set channel.secure = false, or change fraction"
-            )
-        outcome = exchange_securely(
-            self.grid, {self.nodes[id]: message for id, message in sealed.items()}, number, self.deadline
-        )
-        replies = {}
-        for id, request in sealed.items():
-            words = outcome.headers.get(self.nodes[id])
-            if words is None:
-                reason = self.exclusion_reason(id) or self.describe_error(outcome.failure_reason(self.nodes[id]))
-                self.missing[id] = f"client {id}, round {number}: {reason}"
-                continue
-            with self._record_failure(id, request):  # its masked upload is in the sum all the same
-                replies[id] = self._check_reply(Message(words), id, request)
-        self._check_quorum(parcels, replies, number)
-        if not replies:
-            raise FederationError(f"round {number}: nobody's upload is in the secure sum")
-        return replies, to_tensors(outcome.mean)
-
     def _sealed(self, parcels: Mapping[str, Message]) -> dict[str, Message]:
         """Return requests to the connected clients, each with a nonce that its reply must repeat."""
         for id in parcels.keys() - self.nodes.keys():
@@ -208,7 +169,7 @@ class FlowerEngine:
     def _message(self, message: Message, node: int, number: int) -> Any:
         ttl = None if self.deadline is None else self.deadline + TTL_MARGIN_SECONDS
         return self.grid.create_message(
-            to_records(message), MESSAGE_TYPES[message.header["kind"]], node, str(number), ttl
+            to_records(message), MESSAGE_TYPES.get(message.header["kind"], "train"), node, str(number), ttl
         )
 
     def _accept(self, message: Any, id: str, request: Message) -> Message:
@@ -271,10 +232,9 @@ class InProcessEngine(FlowerEngine):
     """Run every client in this process, each with its own samples and its own Context."""
 
     def __init__(self, world: World) -> None:
-        check_secagg(world.channel, world.method)
         ids = sorted(world.members)
         grid = local_grid({id: TrainingHandler({"": client_training(world, id)}) for id in ids})
-        super().__init__(grid, grid.nodes, "", secure=world.channel.secure)
+        super().__init__(grid, grid.nodes, "")
         self.rows = {id: len(member.train) for id, member in world.members.items()}
         self.known_versions: dict[str, Versions] = {id: {} for id in ids}
         self.n_planted = 0
@@ -321,15 +281,14 @@ def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
     app = import_flower()
     TaskIdentity = api.TaskIdentity
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    client = api.ClientApp(mods=[flower_secure.mask_upload])
+    client = api.ClientApp()
     by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
-        hidden = flower_secure.unwrap_request(message.content)
-        request = unseal(hidden or from_records(message.content, "a client"), "a client")
+        request = unseal(from_records(message.content, "a client"), "a client")
         reply, after = desks[by_node[context.node_id]].answer(request, read_state(context))
         write_state(context, after)
-        return app.Message(flower_secure.wrap_reply(seal(reply), hidden is not None), reply_to=message)
+        return app.Message(to_records(seal(reply)), reply_to=message)
 
     def call(message: Any, context: Any) -> Any:
         try:
