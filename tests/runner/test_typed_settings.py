@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 SRC = Path(__file__).parents[2] / "src"
 SNIPPET = """
 import fedvlm
