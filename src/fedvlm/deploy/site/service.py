@@ -62,7 +62,7 @@ from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import fit_calibration
+from fedvlm.runner.training import fit_calibration, fit_client_novelty
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
@@ -333,7 +333,14 @@ class Site:
             return
         calibrated = fit_calibration(world, sent, local, training.id)
         classifier = Personalised(
-            world.method, world.frozen, sent, local, training.id, site_training.encoder, calibrated
+            world.method,
+            world.frozen,
+            sent,
+            local,
+            training.id,
+            site_training.encoder,
+            calibrated,
+            novelty=fit_client_novelty(world, training.id),
         )
         measured = measure(world, sent, local, training.id)
         counts = measured["test_rows"], measured["test_hits"]
