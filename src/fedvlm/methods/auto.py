@@ -139,4 +139,4 @@ class Auto(StatisticsSettings):
         parts = ("shared head", "local head", "class frequencies", "unlabelled images")
         return {f"weight of {part}": weight for part, weight in zip(parts, local["mix weights"].tolist(), strict=True)}
 
-    name, traits = "auto", statistics_traits("total", unlabelled=True)
+    name, traits = "auto", statistics_traits("total", multi_label=True, unlabelled=True)

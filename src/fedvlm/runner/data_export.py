@@ -34,6 +34,8 @@ def export_data(run: str | Path, folder: Path, form: str, progress: Progress) ->
         raise unknown_name("format", form, ["parquet", "csv"])
     record = Record(Path(run))
     settings, rows = reopen_run(record, None, progress)
+    if record.manifest.get("multi_label"):
+        raise DataError(f"{run} is a run on several findings per image, which are not exported yet; use fedvlm compare")
     names = sample_names(settings, rows, progress)
     seeds = [prepare(with_tuned(settings, record.manifest, seed), rows, seed) for seed in settings.seeds]
     predictions: list[Columns] = []
@@ -63,7 +65,7 @@ def sample_names(settings: Settings, rows: EmbeddedTable, progress: Progress) ->
 
 def embedding_columns(rows: EmbeddedTable, names: Sequence[str], form: str) -> Columns:
     columns: Columns = {"row": range(len(rows.labels)), "path": names}
-    columns |= {"label": [rows.classes[label] for label in rows.labels.tolist()]}
+    columns |= {"label": [(*rows.classes, "")[label] for label in rows.labels.tolist()]}
     marked = {"client": rows.clients, "domain": rows.domains, "split": rows.splits, "group": rows.groups}
     columns |= {key: values.tolist() for key, values in marked.items() if values is not None and any(values)}
     x = rows.x.float().numpy()
