@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
 from fedvlm.deploy.flower.access import SECRET_FILE as CONTROL
 from fedvlm.deploy.flower.access import new_secret
+from fedvlm.deploy.flower.network import LOOPBACK_NAMES, join_address, split_address
 from fedvlm.deploy.identity.certificates import CERTIFICATE_FILE as CERTIFICATE
 from fedvlm.deploy.identity.certificates import (
     SITES_FOLDER,
@@ -47,7 +48,7 @@ INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that ar
 KIT_FORMAT = 2  # of server.toml, site.toml and the messages between them
 REFERENCE_FILE = "reference.safetensors"  # in the server's folder, for methods that need one
 K = TypeVar("K")
-HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class ServerKit:
 
     folder: Path
     address: str  # host:port, as the sites reach it
+    listen: str = ""  # host:port on this machine; empty: the port of `address`, on all interfaces
     sites: tuple[str, ...] = ()  # that have a certificate in `sites/`
     quorum: float = ranged_field(0.5, POSITIVE_FRACTION)  # share of the sites asked that must answer
     deadline: float = ranged_field(600.0, NON_NEGATIVE)  # seconds a site has for one round
@@ -114,6 +116,20 @@ def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
     return replace(kit, **options)
 
 
+def listen_address(kit: ServerKit) -> tuple[str, int]:
+    """Return the host and the port that the server listens on; an IPv6 name listens on IPv6."""
+    host, port = split_address(kit.address)
+    if kit.listen:
+        return split_address(kit.listen)
+    return host if host in LOOPBACK_NAMES else "::" if ":" in host else "0.0.0.0", port
+
+
+def local_address(kit: ServerKit) -> str:
+    """Return the address at which this machine reaches its own server."""
+    host, port = listen_address(kit)
+    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
 def write_site(kit: SiteKit) -> None:
     """Write a kit's options into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
@@ -129,7 +145,8 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
             f"host = {host!r} and port = {port} are not an address; name the server as the sites reach it, e.g. "
             "clinic.example or 192.0.2.7, and a port up to 65535"
         )
-    address = f"{host}:{port}"
+    address = join_address(host, port)
+    listen_address(ServerKit(folder, address, **server))  # refuse a wrong one before anything is written
     signing, server_pub = create_key_pair()
     papers = create_certificates(host)
     central = folder / "server"
