@@ -1,48 +1,37 @@
-"""Control access to the port of a Flower process: its own processes by a secret, sites by a key.
+"""Control access to the port of a server's SuperLink: sites by their keys, and nobody else.
 
 Flower serves sites, its command line and its own processes at one port, and asks only sites for a key. Whoever may call
-the rest runs programs as the server's user. So only two kinds of calls pass: a site's, signed by a key of this
-federation, and those of processes that can read the secret of a folder. The secret counts, not the address: behind a
-proxy on the same machine, and for its other users, every caller looks local.
+the rest runs programs as the server's user. So only calls of the routes that a site needs pass, signed by a key of this
+federation; the server itself uses no route (`fedvlm.deploy.flower.server`).
 """
 
+import asyncio
 import os
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import sha256
-from hmac import compare_digest
-from hmac import new as hmac
-from ipaddress import ip_address
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from fedvlm.deploy.identity.certificates import SITES_FOLDER as CERTIFICATES
 from fedvlm.deploy.identity.certificates import SiteCertificate, admitted_sites, current_certificate
 from fedvlm.deploy.identity.keys import Signer, load_public_key
-from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.errors import FedVLMError
 
-TOKEN_FOLDER_VARIABLE = "FEDVLM_PASS"  # the variable that names the folder with the secret
-SECRET_FILE = "control.key"  # the secret's file there
-TOKEN_HEADER = "fedvlm-pass"
-CONTROL_PREFIXES = ("/v1/control/", "/v1/runtime/")  # for Flower's command line, SuperExec and apps
+PULL_PATH = "/v1/fleet/pull-messages"
 SITE_PATHS = frozenset(
-    f"/v1/fleet/{auth_token}"
-    for auth_token in (
-        "activate-node",
-        "deactivate-node",
-        "send-node-heartbeat",
-        "pull-messages",
-        "push-messages",
-        "get-run",
-        "get-fab",
-        "push-object",
-        "pull-object",
-        "confirm-message-received",
-    )
+    {
+        PULL_PATH,
+        "/v1/fleet/activate-node",
+        "/v1/fleet/deactivate-node",
+        "/v1/fleet/send-node-heartbeat",
+        "/v1/fleet/push-messages",
+        "/v1/fleet/push-object",
+        "/v1/fleet/pull-object",
+        "/v1/fleet/confirm-message-received",
+    }
 )
-FORBIDDEN, UNAUTHORIZED = 403, 401  # Flower's SuperNode ends at once when it is told the second
+FORBIDDEN, UNAUTHORIZED = 403, 401
 TOO_LARGE = 413
 REFUSAL_REASONS = {
     FORBIDDEN: "not open to outsiders",
@@ -50,36 +39,8 @@ REFUSAL_REASONS = {
     TOO_LARGE: "too large",
 }
 MAX_CALL_BYTES = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
+HOLD_SECONDS = 4.0  # that a site's request for messages waits for one, so that it need not ask many times a second
 Scope = Mapping[str, Any]
-
-
-def new_secret() -> bytes:
-    return token_hex(32).encode()
-
-
-def auth_token(folder: Path) -> str:
-    """Return the token that Flower's own processes show; it is not the secret itself, because SuperExec signs with
-    that."""
-    try:
-        secret = (folder / SECRET_FILE).read_bytes()
-    except OSError as error:
-        raise SettingsError(
-            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder can use it"
-        ) from error
-    return hmac(secret, b"fedvlm pass", sha256).hexdigest()
-
-
-def attach_token() -> None:
-    """Attach the token to every call of this process to Flower's other processes."""
-    from flwr.supercore.protobuf.client import ProtobufClient
-
-    token, send = auth_token(Path(os.environ[TOKEN_FOLDER_VARIABLE])), ProtobufClient._send
-
-    def showing(self: Any, context: Any, **options: Any) -> Any:
-        context.request.headers[TOKEN_HEADER] = token
-        return send(self, context, **options)
-
-    ProtobufClient._send = showing
 
 
 def single_header(scope: Scope, name: str) -> bytes:
@@ -125,7 +86,7 @@ class SiteKeys:
         if snapshot == self.snapshot:
             return
         certificates: dict[bytes, tuple[Any, SiteCertificate]] = {}
-        form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # as Flower's SuperNode sends it
+        form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # as a site sends it
         for name in admitted_sites(self.folder):
             try:
                 certificate = current_certificate(self.folder, name)
@@ -150,17 +111,49 @@ def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
     return snapshot
 
 
+class NewMessages:
+    """Wake the requests that wait for messages, from any thread."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def announce(self) -> None:
+        if self.loop is not None:
+            with suppress(RuntimeError):  # the server stops
+                self.loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        event, self.event = self.event, asyncio.Event()
+        event.set()
+
+    def hold_empty(self, send: Any) -> Any:
+        """Return `send` for a request for messages: the answer that there are none waits for some."""
+        if self.loop is not (loop := asyncio.get_running_loop()):
+            self.loop, self.event = loop, asyncio.Event()
+        event = self.event
+
+        async def held(message: Any) -> None:
+            is_start = message["type"] == "http.response.start" and message["status"] == 200
+            if is_start and (b"content-length", b"0") in message["headers"]:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), HOLD_SECONDS)
+            await send(message)
+
+        return held
+
+
 class AccessMiddleware:
     """Wrap an ASGI application; the body of a refused call is not read."""
 
     def __init__(
         self,
         app: Any,
-        token: str,
-        is_signed: Callable[[Scope], bool] = lambda scope: False,
+        is_signed: Callable[[Scope], bool],
+        new_messages: NewMessages,
         log_refusal: Callable[[str, str, str], None] = lambda source, target, reason: None,
     ) -> None:
-        self.app, self.token, self.is_signed, self.log_refusal = app, token.encode(), is_signed, log_refusal
+        self.app, self.is_signed, self.new_messages, self.log_refusal = app, is_signed, new_messages, log_refusal
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -173,18 +166,16 @@ class AccessMiddleware:
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})
         else:
-            limited = limit_body(receive) if scope["path"] in SITE_PATHS else receive
-            await self.app(scope, limited, send)
+            held = self.new_messages.hold_empty(send) if scope["path"] == PULL_PATH else send
+            await self.app(scope, limit_body(receive), held)
 
     def refusal_status(self, scope: Scope) -> int:
         """Return the HTTP status of a refused call, 0 of an allowed one."""
-        path = scope["path"]
-        if path in SITE_PATHS:
-            if not self.is_signed(scope):
-                return UNAUTHORIZED
-            return TOO_LARGE if int(single_header(scope, "content-length") or 0) > MAX_CALL_BYTES else 0
-        has_token = compare_digest(single_header(scope, TOKEN_HEADER), self.token)
-        return 0 if path.startswith(CONTROL_PREFIXES) and is_local(scope) and has_token else FORBIDDEN
+        if scope["path"] not in SITE_PATHS:
+            return FORBIDDEN
+        if not self.is_signed(scope):
+            return UNAUTHORIZED
+        return TOO_LARGE if int(single_header(scope, "content-length") or 0) > MAX_CALL_BYTES else 0
 
 
 def limit_body(receive: Any) -> Any:
@@ -198,11 +189,3 @@ def limit_body(receive: Any) -> Any:
         return chunk if read <= MAX_CALL_BYTES else {"type": "http.disconnect"}
 
     return part
-
-
-def is_local(scope: Scope) -> bool:
-    """Return whether the caller is on this machine, as far as its address shows."""
-    try:
-        return ip_address(scope["client"][0]).is_loopback
-    except (KeyError, TypeError, ValueError):
-        return False
