@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +50,7 @@ RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is ask
 RUN_STATES_FILE = "run-states.json"  # in the server's folder: "running" or "ended" for each run since its start
 STOP_FILE = "stop.json"  # in the server's folder: the runs to stop
 K = TypeVar("K")
-HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,14 @@ def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
     return replace(kit, **options)
 
 
+def is_host(text: str) -> bool:
+    """Return whether a text is a host's name, or an IPv4 or IPv6 address."""
+    try:
+        return bool(ip_address(text)) and "%" not in text
+    except ValueError:
+        return bool(HOST_NAME.fullmatch(text))
+
+
 def listen_address(kit: ServerKit) -> tuple[str, int]:
     """Return the host and the port that the server listens on; an IPv6 name listens on IPv6."""
     host, port = split_address(kit.address)
@@ -141,7 +150,7 @@ def write_site(kit: SiteKit) -> None:
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
     """Create the server's folder, and for a rehearsal a kit per site with a key made here."""
     _check_new_kits(folder, sites)
-    if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
+    if not is_host(host) or not 0 < port < 65536:
         raise SettingsError(
             f"host = {host!r} and port = {port} are not an address; name the server as the sites reach it, e.g. "
             "clinic.example or 192.0.2.7, and a port up to 65535"
