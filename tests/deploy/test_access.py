@@ -3,6 +3,7 @@
 import asyncio
 from base64 import b64encode
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from threading import Timer
 from time import monotonic
 
@@ -13,7 +14,7 @@ from fastapi.routing import iter_route_contexts
 from fedvlm.deploy.flower import access
 from fedvlm.deploy.flower.access import PULL_PATH, SITE_PATHS, NewMessages
 from fedvlm.deploy.flower.processes import flower_environment
-from fedvlm.deploy.flower.server import create_superlink, guard_superlink
+from fedvlm.deploy.flower.server import create_run, create_superlink, guard_superlink
 from fedvlm.deploy.identity import certificates
 from fedvlm.deploy.identity.certificates import certificate_path, issue_certificate
 from fedvlm.deploy.identity.enrolment import (
@@ -30,7 +31,10 @@ from fedvlm.engines.flower import import_flower
 
 import_flower()
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key  # noqa: E402
+from flwr.app import ConfigRecord  # noqa: E402
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse, PullMessagesRequest  # noqa: E402
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest  # noqa: E402
+from flwr.proto.node_pb2 import Node  # noqa: E402
 from flwr.supercore.date import now  # noqa: E402
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message  # noqa: E402
 from flwr.superlink.main import create_app  # noqa: E402
@@ -259,19 +263,17 @@ def test_what_the_gate_names_is_there(app):
 
 def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeypatch):
     """Neither one that says its length, nor one that does not and goes on for ever."""
-    monkeypatch.setattr("fedvlm.deploy.flower.access.MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_CALL_BYTES", 500)
     headers, _ = signed(key_of(folder, "a"))
-    path = "/v1/fleet/push-object"
-    assert call(app, path, content=bytes(1001), **headers).status_code == 413
-    sent = []
+    assert call(app, access.OBJECT_PATH, content=bytes(1001), **headers).status_code == 413
+    assert call(app, "/v1/fleet/push-messages", content=bytes(501), **headers).status_code == 413
 
     async def endless():
-        for _ in range(100):
-            sent.append(1)
-            yield bytes(100)
+        raise AssertionError("it was read")
+        yield b""
 
-    assert call(app, path, content=endless(), **headers).status_code >= 400
-    assert len(sent) == 11  # and no more was read
+    assert call(app, access.OBJECT_PATH, content=endless(), **headers).status_code == 411
     assert activate(app, key_of(folder, "a")).status_code == 200
 
 
@@ -301,3 +303,62 @@ def test_a_refused_request_for_messages_does_not_wait(app, folder, monkeypatch):
     assert call(app, PULL_PATH).status_code == 401
     assert pull(app, folder, 17).status_code == 401  # a node that is not its own
     assert monotonic() - started < 30
+
+
+def test_an_object_that_nobody_asked_for_is_refused(app, folder):
+    """And one that its message has announced is not."""
+    node = ActivateNodeResponse.FromString(activate(app, key_of(folder, "a")).content).node_id
+    state = app.state.linkstate_factory.state()
+    run, _ = create_run(state)
+    content = ConfigRecord({"a": 1}).deflate()
+    object_id = sha256(content).hexdigest()
+
+    def push():
+        request = PushObjectRequest(node=Node(node_id=node), run_id=run, object_id=object_id, object_content=content)
+        headers, _ = signed(key_of(folder, "a"))
+        return call(app, access.OBJECT_PATH, content=request.SerializeToString(), **headers).status_code
+
+    assert push() == 404
+    session = state.start_session(run)
+    state.preregister_object_tree(ObjectTree(object_id=object_id), session)
+    assert push() == 200
+
+
+def test_sites_together_fill_no_more_than_their_part_of_the_memory(folder, monkeypatch):
+    """Calls that are being read count; one site has less than all."""
+    monkeypatch.setattr(access, "MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr(access, "MAX_TOTAL_BYTES", 1500)
+
+    async def both():
+        release = asyncio.Event()
+
+        async def slow(scope, receive, send):
+            await release.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body"})
+
+        keys = access.SiteKeys(folder, lambda scope, key: None)
+        middleware = access.AccessMiddleware(slow, keys, NewMessages())
+
+        async def push(name, size):
+            statuses = []
+
+            async def send(message):
+                statuses.append(message.get("status"))
+
+            words = {"content-length": str(size), **signed(key_of(folder, name))[0]}
+            header_list = [(key.replace("_", "-").encode(), word.encode()) for key, word in words.items()]
+            await middleware({"type": "http", "path": access.OBJECT_PATH, "headers": header_list}, None, send)
+            return statuses[0]
+
+        reading = [asyncio.create_task(push("a", 900))]
+        await asyncio.sleep(0)
+        assert await push("a", 200) == 503  # its own part is full
+        reading.append(asyncio.create_task(push("b", 500)))
+        await asyncio.sleep(0)
+        assert await push("b", 200) == 503  # all is full
+        release.set()
+        assert [await task for task in reading] == [200, 200]
+        assert await push("b", 1000) == 200  # and free again
+
+    asyncio.run(both())

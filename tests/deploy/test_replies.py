@@ -14,6 +14,7 @@ from fedvlm.deploy.messages import (
     SCORE_COUNTS,
     OpenReply,
     RoundReply,
+    SumReply,
     public_encoder_name,
 )
 from fedvlm.deploy.site.ledger import Ledger
@@ -58,7 +59,12 @@ def replies(place, *experiments):
 
 
 def test_the_page_lists_every_field_of_every_reply():
-    assert listed("field of a reply") == {*OpenReply.model_fields, *RoundReply.model_fields, "error"}
+    assert listed("field of a reply") == {
+        *OpenReply.model_fields,
+        *RoundReply.model_fields,
+        *SumReply.model_fields,
+        "error",
+    }
     assert listed("score") == {*SCORE_COUNTS, *OPTIONAL_SCORES}
     assert listed("code of an error") == set(ERROR_MESSAGES)
 

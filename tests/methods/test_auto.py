@@ -7,8 +7,9 @@ import torch
 
 from fedvlm.core import make
 from fedvlm.engines.client import make_client
-from fedvlm.maths.head_mixing import MixPrior, mix_client
-from fedvlm.maths.logistic_regression import Head, split_head
+from fedvlm.maths.head_mixing import CANDIDATE_WEIGHTS, MixPrior, mix_client, trust_in_shared
+from fedvlm.maths.logistic_regression import CURVATURE, MAX_SAMPLE_LOSS, RELATIVE_RIDGES, Head, split_head
+from fedvlm.methods._logistic import zero_shot_head
 from fedvlm.testing import toy_world, train_toy
 
 
@@ -23,8 +24,8 @@ def fit(method, frozen, clients):
     return shared, phases
 
 
-def made_world(text=True):
-    world = toy_world(make("auto", min_class_samples=1), (80, 80, 80, 80))
+def made_world(text=True, n_samples=80):
+    world = toy_world(make("auto", min_class_samples=1), [n_samples] * 4)
     return world if text else replace(world, frozen=replace(world.frozen, text=None))
 
 
@@ -107,7 +108,9 @@ def test_a_poisoned_shared_head_does_not_take_a_client_with_validation_samples_a
     poisoned = Head(-2 * sent["weight"].double(), -2 * sent["bias"].double())
     half = len(client.val_y) // 2
     zero = split_head(torch.zeros(4, 17, dtype=torch.float64))
-    mix = mix_client(poisoned, zero, client.x, client.y, client.val_x[:half].double(), client.val_y[:half], MixPrior())
+    mix = mix_client(
+        poisoned, zero, client.x.double(), client.y, client.val_x[:half].double(), client.val_y[:half], MixPrior()
+    )
     alone = make("alone")
     local = alone.adapt(world.frozen, {}, alone.init(world.frozen)[1], client)
     test_x, test_y = client.val_x[half:], client.val_y[half:]
@@ -121,3 +124,57 @@ def test_weights_of_the_parts_are_reported():
     outcome = train_toy(world)
     described = world.method.describe(world.frozen, {}, outcome.local["client-0"])
     assert list(described) == ["weight of shared head", "weight of local head", "weight of class frequencies"]
+
+
+def attacked(method, frozen, clients, change):
+    shared, local = method.init(frozen)
+    for _ in range(method.rounds):
+        sent = method.send(shared, "")
+        uploads = [method.update(frozen, sent, local, client)[0] for client in clients]
+        uploads[0] = {key: change(value) for key, value in uploads[0].items()}
+        shared = method.aggregate(shared, uploads, torch.ones(len(uploads)), [str(i) for i in range(len(uploads))])
+        assert all(tensor.isfinite().all() for tensor in shared.values())
+    return shared
+
+
+@pytest.mark.parametrize("factor", [-2.0, -4.0, 1e6, -1e6])
+@pytest.mark.parametrize("text", [True, False])
+def test_no_upload_moves_the_shared_head_farther_than_a_minimiser_can_lie(text, factor):
+    world = made_world(text)
+    shared = attacked(world.method, world.frozen, clients_of(world), lambda value: factor * value)
+    anchor = zero_shot_head(world.frozen).double()
+    curvature = CURVATURE if text else 1 / len(anchor)
+    radius = (2 * MAX_SAMPLE_LOSS / (curvature * min(RELATIVE_RIDGES))) ** 0.5
+    head = Head(shared["weight"].double(), shared["bias"].double()).joined()
+    largest = (
+        max(CANDIDATE_WEIGHTS) * (radius + anchor.norm()) + anchor.norm() + 2 * radius
+    )  # candidate, text, Gaussian
+    assert head.norm() < largest
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_client_beside_an_attacker_is_no_worse_than_alone(text):
+    world = made_world(text, 1000)
+    everyone = clients_of(world)
+    clients = [client_with(client, 40, 10) for client in everyone]
+    shared = attacked(world.method, world.frozen, clients, lambda value: -2 * value)
+    alone, n_correct = make("alone"), {"auto": 0, "alone": 0}
+    for client, whole in zip(clients[1:], everyone[1:], strict=True):
+        test_x, test_y = whole.x[40:], whole.y[40:]
+        for method, sent in ((world.method, shared), (alone, {})):
+            local = method.adapt(world.frozen, sent, method.init(world.frozen)[1], client)
+            n_correct[method.name] += int((method.predict(world.frozen, sent, local, test_x).argmax(1) == test_y).sum())
+    assert n_correct["auto"] >= n_correct["alone"] - 0.01 * 3 * 960
+
+
+def test_a_shared_head_is_trusted_unless_the_samples_speak_against_it():
+    world = made_world()
+    client, prior = pooled(clients_of(world)), MixPrior()
+    start = split_head(zero_shot_head(world.frozen).double())
+    sent = fit(world.method, world.frozen, clients_of(world))[0]
+    good = Head(sent["weight"].double(), sent["bias"].double())
+    bad = Head(-2 * good.weight, -2 * good.bias)
+    x, y = client.x.double(), client.y
+    assert trust_in_shared(good, start, x, y, prior) == 1
+    assert trust_in_shared(bad, start, x, y, prior) < 1e-6
+    assert trust_in_shared(bad, start, x, torch.full_like(y, -1), prior) == 1

@@ -21,7 +21,8 @@ class Recipe:
         if self.prior is None:
             return shared
         start = split_head(zero_shot_head(frozen).double())
-        return mix_client(shared, start, client.x, client.y, client.val_x.double(), client.val_y, self.prior).head
+        x, val_x = client.x.double(), client.val_x.double()
+        return mix_client(shared, start, x, client.y, val_x, client.val_y, self.prior).head
 
 
 SHIPPED = Recipe("as shipped", MixPrior())

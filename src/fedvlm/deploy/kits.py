@@ -20,12 +20,14 @@ from fedvlm.deploy.identity.certificates import (
     SITES_FOLDER,
     SiteCertificate,
     certificate_path,
+    current_certificate,
     issue_certificate,
     write_document,
 )
 from fedvlm.deploy.identity.certificates import admitted_sites as admitted
 from fedvlm.deploy.identity.keys import create_certificates, create_key_pair
 from fedvlm.deploy.operations.webhook import check_webhook
+from fedvlm.deploy.site.peers import Peer, write_peers
 from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import DataError, SettingsError
@@ -37,6 +39,7 @@ from fedvlm.storage.files import (
     exclusive_lock,
     explain_os_errors,
     make_private_folder,
+    read_json,
     to_toml,
     write_file,
     write_index,
@@ -83,6 +86,7 @@ class SiteKit:
     descriptions: str = ""  # a file of descriptions of the classes, the same at every site
     texts: str = ""  # a file of descriptions that only this site brings, under its name
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
+    made_by_server: bool = False  # its key was created on the server, for a rehearsal
     webhook: str = ""  # address that is told when a request needs a person's consent
 
 
@@ -179,6 +183,12 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
         write_secret(folder / f"site-{name}" / "key", private_key)
         certificate = issue_certificate(central, address, name, public)
         fill_site_folder(folder / f"site-{name}", certificate, certificate_path(central, name).read_bytes())
+        write_site(replace(read_site(folder / f"site-{name}"), made_by_server=True))
+    for name in sites:  # in a rehearsal nobody has to compare keys that were made here
+        peers = [
+            Peer(other, current_certificate(central, other).fingerprint, "init") for other in sites if other != name
+        ]
+        write_peers(folder / f"site-{name}", peers)
     return [central, *(folder / f"site-{name}" for name in sites)]
 
 
@@ -266,15 +276,23 @@ def restore_backup(file: Path, folder: Path) -> int:
             with tarfile.open(file, "r:") as archive:
                 archive.extractall(made, filter="data")
             bad = check_index(made)
-            extra = _relative_files(made) - {INDEX_FILE}
+            files = _relative_files(made) - {INDEX_FILE}
+            unlisted = {
+                str(path.relative_to(made)) for path in made.rglob("*") if not path.is_dir() or path.is_symlink()
+            }
+            unlisted -= {INDEX_FILE, *read_json(made / INDEX_FILE)["files"]}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
             raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
             name, problem = next(iter(bad.items()))
             raise DataError(f"{file} is damaged: {name} {problem}; use another backup")
+        if unlisted:
+            raise DataError(
+                f"{file} holds {min(unlisted)[:80]!r}, which is not in its index: somebody added it; use another backup"
+            )
         (made / INDEX_FILE).unlink()
         made.rename(folder)
-    return len(extra)
+    return len(files)
 
 
 def _relative_files(folder: Path) -> set[str]:

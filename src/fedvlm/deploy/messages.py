@@ -53,6 +53,10 @@ def _check_scores(scores: dict[str, int | float]) -> dict[str, int | float]:
 Text = Annotated[str, StringConstraints(max_length=200), AfterValidator(_check_printable)]
 Statement = Annotated[str, StringConstraints(max_length=MAX_STATEMENT_CHARS), AfterValidator(_check_printable)]
 Texts = Annotated[list[Text], Field(max_length=100_000)]
+# What a site sends of these enters the record, so a sentence is no such name.
+EncoderName = Annotated[str, StringConstraints(pattern=r"^(\w[\w.+-]{0,63}@)?[\w.+-]{1,80}$")]
+TensorNames = Annotated[list[Annotated[str, StringConstraints(pattern=r"^[\w./ -]{1,40}$")]], Field(max_length=10_000)]
+DescribedName = Annotated[str, StringConstraints(pattern=r"^[\w ]{1,40}$")]
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -68,7 +72,7 @@ class Fields(BaseModel):
 class Header(Fields):
     """Hold what every request and reply carries; a reply repeats the first four fields of its request."""
 
-    kind: Literal["open", "round", "adapt"]
+    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join"]
     training: Key
     round: Count
     nonce: Annotated[Text, StringConstraints(max_length=64)]
@@ -120,6 +124,26 @@ class RoundRequest(Header):
     held: Annotated[list[Count], Field(max_length=8)]
 
 
+class SumRequest(Header):
+    """Ask a member of a verified sum for its next step; statements of all members come with it.
+
+    The steps are to agree to a plan, to sum class counts, to sum uploads of a round, to end, and to join late.
+    """
+
+    client: Text
+    plan: Annotated[str, StringConstraints(max_length=4_000_000)] = ""  # canonical bytes, where a session begins
+    statements: Annotated[list[dict[str, Any]], Field(max_length=1000)] = []  # of all members, to the step before
+
+
+class SumReply(Header):
+    """Hold a member's statement beside its masked upload, which travels as an array."""
+
+    client: Text
+    statement: dict[str, Any]
+    scores: Annotated[dict[str, Count | Number], AfterValidator(_check_scores)] | None = None  # only at the end
+    described: Annotated[dict[Text, Number], Field(max_length=32)] = {}
+
+
 class SampleCounts(Fields):
     train: Count
     validation: Count
@@ -131,11 +155,11 @@ class OpenReply(Header):
 
     client: Text
     opened: Key
-    encoder: Text
+    encoder: EncoderName
     classes: Texts
     dim: PositiveCount
     scale: Number
-    local: Texts
+    local: TensorNames
     samples: SampleCounts
     template: Text = ""  # of methods that learn prompts
 
@@ -148,7 +172,7 @@ class RoundReply(Header):
     uploads: bool
     releases: Count
     scores: Annotated[dict[str, Count | Number], AfterValidator(_check_scores)]
-    described: Annotated[dict[Text, Number], Field(max_length=32)]
+    described: Annotated[dict[DescribedName, Number], Field(max_length=32)]
 
 
 class PastUpload(Fields):
@@ -167,6 +191,7 @@ class Withdrawal(Fields):
     signature: Text
 
 
+SUM_KINDS = ("plan", "counts", "sum", "end", "join")  # steps of a verified sum
 ECHOED_FIELDS = ("kind", "training", "round", "nonce")
 F = TypeVar("F", bound=Fields)
 
@@ -185,9 +210,12 @@ def parse(model: type[F], header: Any, sender: str) -> F:
     raise FederationError(f"the field {field!r} of {sender} is invalid")
 
 
-def parse_request(header: Any) -> OpenRequest | RoundRequest:
-    if isinstance(header, dict) and header.get("kind") == "open":
+def parse_request(header: Any) -> OpenRequest | RoundRequest | SumRequest:
+    kind = header.get("kind") if isinstance(header, dict) else None
+    if kind == "open":
         return parse(OpenRequest, header, "the request")
+    if kind in SUM_KINDS:
+        return parse(SumRequest, header, "the request")
     return parse(RoundRequest, header, "the request")
 
 
@@ -195,6 +223,11 @@ def check_reply(reply: Message, request: Mapping[str, Any]) -> None:
     """Refuse a reply that no site can give to this request, whatever its method and data are."""
     if request["kind"] == "open":
         parse(OpenReply, reply.header, "the reply")
+        return
+    if request["kind"] in SUM_KINDS:
+        parse(SumReply, reply.header, "the reply")
+        if (list(reply.arrays) == ["masked"]) != (request["kind"] in ("counts", "sum")):
+            raise FederationError("the reply has an upload that was not requested, or lacks one")
         return
     fields = parse(RoundReply, reply.header, "the reply")
     uploads = request["kind"] == "round" and request["trains"]
@@ -229,6 +262,13 @@ POLICY_REFUSALS = {
     "no noise": "ε is limited to {most:g} here, and the upload would have no noise",
     "tuning": "the tuning search exceeds its budget: with the final run it takes {trainings} trainings and {rounds} "
     "rounds, more than what is left of trainings, rounds or ε",
+    "members": "the members of the verified sum are not those that people there have compared; see the site's log",
+    "sum of": "a verified sum must have at least {least} members",
+    "member change": "the members differ from those of an earlier sum over the same samples, which would show the "
+    "upload of one; ask the site to raise member_changes, or add noise",
+    "data change": "{count} samples of a class have changed since the last sum, too few to hide; it waits for "
+    "{least}, or for noise",
+    "server key": "its key was made on the server, so it is for rehearsals on one machine; enrol the site anew",
     "policy": "its policy is missing or cannot be read",
     "ledger": "its ledger was changed, so nobody knows what has left",
 }
@@ -242,6 +282,8 @@ ERROR_MESSAGES = {code: f"refused by its policy: {text}" for code, text in POLIC
     "settings": "the settings do not fit this site; see the site's log",
     "data": "its data cannot be used; see the site's log",
     "access": "its encoder does not respond as it should; see the site's log",
+    "sum": "it refuses to go on with the verified sum, because something does not fit; see the site's log",
+    "session": "the session of the verified sum has ended there, or its key is gone; run the experiment again",
     "federation": "the training failed there; see the site's log",
     "failure": "an internal error; see the site's log",
 }

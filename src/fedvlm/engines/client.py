@@ -201,6 +201,7 @@ class RoundReplies:
     missing: Mapping[str, str] = field(default_factory=dict)
     decoded_sum: Tensors | None = None  # of the uploads, if the server only gets their verified sum
     min_clients: int = 0  # replies that must remain if some are refused later
+    line: Mapping[str, float | None] = field(default_factory=dict)  # scores of all clients together, for the record
 
 
 def minibatch_order(world: World, id: str, number: int) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -37,6 +37,13 @@ from fedvlm.storage.large_tensors import ClientStateStore
 
 CLIENTS_PER_PART = 128  # clients of a large federation whose tensors are in memory at once
 LARGE_ROUND_BYTES = 64 << 20  # bytes of a round's uploads and local tensors above which it is large
+
+
+@runtime_checkable
+class StatePoster(Protocol):
+    """An engine whose clients get all that is shared, because they aggregate themselves."""
+
+    def post_state(self, shared: Tensors) -> None: ...
 
 
 class Engine(Protocol):
@@ -196,7 +203,7 @@ class _Training:
         scores = {id: reply.scores for id, reply in replies.items()}
         if selects and not adapts(method):
             state = keep_best(plan, state, scores)
-        line: dict[str, Any] = {"round": number, **mean_scores(plan, scores), **result.agreement}
+        line: dict[str, Any] = {"round": number, **mean_scores(plan, scores), **result.agreement, **result.replies.line}
         if decoded.ids == ids:  # under a verified sum the server only sees the sum, so client drift is unknown
             line |= client_drift(method, state.shared, decoded.uploads, {id: replies[id] for id in ids})
         line["clients"] = {
@@ -218,6 +225,8 @@ class _Training:
     ) -> _RoundResult:
         tasks = self.make_tasks(state, everyone, ids)
         tasks = [replace(task, sent={**task.sent, **self.limits}) for task in tasks] if self.limits else tasks
+        if isinstance(self.engine, StatePoster):
+            self.engine.post_state(state.shared)
         replies = self.engine.round(state.round, tasks)
         replies = apply_attack(self.terms, self.plan.train, state.round, tasks, replies)
         return _RoundResult(tasks, replies, self._decode(receiver, state, tasks, replies), state.local)
@@ -299,6 +308,8 @@ class _Training:
         """Adapt and measure every client, part by part where local tensors are on disk."""
         method, train_ids = self.terms.method, set(self.plan.train)
         everyone = sorted({*self.plan.train, *self.plan.unseen})
+        if isinstance(self.engine, StatePoster):
+            self.engine.post_state(state.shared)
         store = state.local if isinstance(state.local, ClientStateStore) else None
         size = len(everyone) if store is None else CLIENTS_PER_PART
         scores: dict[str, Scores] = {}

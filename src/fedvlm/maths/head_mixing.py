@@ -10,7 +10,7 @@ from torch import Tensor
 from fedvlm.maths import logistic_regression
 from fedvlm.maths.calibration import fit_log_scale, fit_log_weights
 from fedvlm.maths.gaussian_classes import class_membership
-from fedvlm.maths.logistic_regression import Head, split_head, summed_cross_entropy
+from fedvlm.maths.logistic_regression import MAX_SAMPLE_LOSS, Head, split_head, summed_cross_entropy
 from fedvlm.maths.ridge_regression import class_log_prior
 
 CANDIDATE_WEIGHTS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
@@ -28,7 +28,8 @@ class MixPrior(NamedTuple):
     likelihood_power: float = 0.5  # of the validation likelihood in the fractions of shared and local head
     log10_penalty: float = 0.0  # of the local head: mean and
     log10_penalty_std: float = 2.0
-    poisoned: float = 0.01  # probability that the local head had better not be drawn to the shared one
+    poisoned: float = 0.1  # probability that the shared head is worse for the client than the start head
+    start_anchor: float = 0.01  # probability that the local head had better be drawn to the start head
     temperature_std: float = 0.5  # of the log scale of a head's logits
     equal_classes: float = 0.95  # probability that the client's classes are equally frequent
     frequency_log_weight: float = -0.7
@@ -57,7 +58,8 @@ def mix_losses(candidates: Tensor, fixed: Tensor, x: Tensor, y: Tensor) -> Tenso
     for candidate in candidates:
         logits = torch.cat([split_head(candidate).logits(x)[None], fixed_logits])
         chunks = torch.split(grid, MIXES_PER_CHUNK)
-        losses.append(torch.cat([summed_cross_entropy(torch.einsum("mj,jnk->mnk", w, logits), y) for w in chunks]))
+        mixed = (torch.einsum("mj,jnk->mnk", weights, logits) for weights in chunks)
+        losses.append(torch.cat([summed_cross_entropy(mix, y, MAX_SAMPLE_LOSS) for mix in mixed]))
     return torch.stack(losses)
 
 
@@ -77,6 +79,8 @@ def mix_client(
     Without samples the mix is the shared head: the other parts grow with the number of samples, and validation samples
     move all weights from there. `start_head` is zero-shot, or zeros: what is left if the shared head is poisoned.
     """
+    trust = trust_in_shared(shared, start_head, torch.cat([x, val_x]), torch.cat([y, val_y]), prior)
+    received, shared = shared, Head(*(trust * a + (1 - trust) * b for a, b in zip(shared, start_head, strict=True)))
     counts = class_membership(y, len(shared.bias)).sum(0)
     n_samples, uniform = counts.sum(), torch.full_like(counts, 1 / len(counts))
     skewed = len(PRIOR_STRENGTHS) - 1
@@ -92,8 +96,22 @@ def mix_client(
     fractions = (samples.log() - prior.likelihood_power * losses).log_softmax(0).clamp(min=MIN_LOG_FRACTION)
     start = torch.cat([scales + fractions, scales.new_full((1,), prior.frequency_log_weight)])
     weights = fit_log_weights(logits, val_y, start).exp()
-    parts = weights[:, None, None] * heads
-    return ClientMix(split_head(parts.sum(0)), parts[1:].sum(0), weights)
+    head = (weights[:, None, None] * heads).sum(0)
+    own = head - weights[0] * trust * received.joined()
+    return ClientMix(split_head(head), own, torch.cat([trust * weights[:1], weights[1:]]))
+
+
+def trust_in_shared(shared: Head, start_head: Head, x: Tensor, y: Tensor, prior: MixPrior) -> Tensor:
+    """Return from 0 to 1 how far the client's labelled samples allow the shared head to replace the start head.
+
+    It is 1 unless the samples are less likely by the shared head, which has been trained on them unless it is poisoned.
+    """
+    losses = []
+    for head in (shared, start_head):
+        logits = head.logits(x)
+        losses.append(summed_cross_entropy(fit_log_scale(logits, y, prior.temperature_std).exp() * logits, y))
+    excess = (losses[0] - losses[1]).clamp(0, 100)
+    return 1 / (1 + prior.poisoned * excess.expm1())
 
 
 def local_head(
@@ -114,6 +132,6 @@ def local_head(
     logits = split_head(heads).logits(val_x)
     scales = torch.stack([fit_log_scale(part, val_y, prior.temperature_std) for part in logits]).exp()
     log_prior = (-((log10_penalties - prior.log10_penalty) / prior.log10_penalty_std).square() / 2).log_softmax(0)
-    log_prior = torch.cat([log_prior + math.log(1 - prior.poisoned), log_prior + math.log(prior.poisoned)])
+    log_prior = torch.cat([log_prior + math.log(1 - prior.start_anchor), log_prior + math.log(prior.start_anchor)])
     weights = (log_prior - summed_cross_entropy(scales[:, None, None] * logits, val_y)).softmax(0) * scales
     return split_head((weights[:, None, None] * heads).sum(0))

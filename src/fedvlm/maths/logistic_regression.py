@@ -26,6 +26,8 @@ GRADIENT_TOLERANCE = 1e-10  # at which a fit has converged
 QUASI_NEWTON_MEMORY = 8
 RELATIVE_RIDGES = (4e-2, 4e-3, 4e-4, 4e-5, 4e-6)  # of a path over clients, per curvature
 MIN_RELATIVE_CURVATURE = 1e-3  # of the largest; directions below it are left to the metric
+MAX_SAMPLE_LOSS = 10.0  # to which a sample's loss is clipped before it is added up and uploaded
+MAX_GRADIENT_NORM = 2.0  # of a sample with a unit embedding and a coordinate of 1: √2 · √2
 SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the step fraction, after a step that failed or succeeded
 
 
@@ -175,14 +177,15 @@ def line_search(
     return length
 
 
-def summed_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the (...,) summed cross-entropy of (..., samples, classes); y = -1 is padding."""
+def summed_cross_entropy(logits: Tensor, y: Tensor, max_loss: float = torch.inf) -> Tensor:
+    """Return the (...,) summed cross-entropy of (..., samples, classes), each at most `max_loss`; y = -1 is padding."""
     log_probabilities = logits.log_softmax(-1)
     index = y.clamp(min=0).expand(log_probabilities.shape[:-1])[..., None]
-    return torch.where(y >= 0, -log_probabilities.gather(-1, index)[..., 0], 0.0).sum(-1)
+    losses = (-log_probabilities.gather(-1, index)[..., 0]).clamp(max=max_loss)
+    return torch.where(y >= 0, losses, 0.0).sum(-1)
 
 
-def loss_and_gradient(head: Head, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(head: Head, x: Tensor, y: Tensor, max_loss: float = torch.inf) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy and its gradient (classes, dim + 1) as sums over samples, which add up over clients."""
     real = (y >= 0)[:, None]
     x = torch.where(real, x, 0.0)
@@ -190,7 +193,7 @@ def loss_and_gradient(head: Head, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     truth = (y[:, None] == torch.arange(logits.shape[1], device=y.device)).to(x.dtype)
     error = torch.where(real, logits.softmax(-1) - truth, 0.0)
     bordered = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    return summed_cross_entropy(logits, y), error.mT @ bordered
+    return summed_cross_entropy(logits, y, max_loss), error.mT @ bordered
 
 
 def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -265,8 +268,22 @@ def path_points(known: Evaluations, gram: Tensor, anchor: Tensor) -> Tensor:
     mean = gram / gram[-1, -1].clamp(min=1)  # the last entry is the number of samples
     curvature = CURVATURE if anchor.any() else 1 / len(anchor)
     return torch.stack(
-        [multisecant_step(known, mean, anchor, curvature * ridge, curvature) for ridge in RELATIVE_RIDGES]
+        [
+            within_radius(multisecant_step(known, mean, anchor, ridge, curvature), anchor, ridge)
+            for ridge in (curvature * relative_ridge for relative_ridge in RELATIVE_RIDGES)
+        ]
     )
+
+
+def within_radius(point: Tensor, anchor: Tensor, ridge: float) -> Tensor:
+    """Return the point, or the one in its direction that is as far from the anchor as a minimiser can be.
+
+    At a minimiser ridge/2 · |W - W_anchor|² is at most the loss at the anchor, of which MAX_SAMPLE_LOSS is a bound.
+    """
+    change = point - anchor
+    radius = (2 * MAX_SAMPLE_LOSS / ridge) ** 0.5
+    bounded: Tensor = anchor + change * (radius / change.norm().clamp(min=1e-30)).clamp(max=1)
+    return bounded
 
 
 def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: float, curvature: float) -> Tensor:

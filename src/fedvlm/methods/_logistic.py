@@ -14,6 +14,8 @@ from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.errors import FederationError
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import (
+    MAX_GRADIENT_NORM,
+    MAX_SAMPLE_LOSS,
     Evaluations,
     Head,
     QuasiNewtonState,
@@ -81,9 +83,9 @@ def local_statistics(sent: Tensors, client: Client, min_samples: int) -> Tensors
     A client with too few samples returns zeros.
     """
     head = Head(sent["weight"], sent["bias"])
-    loss, gradient = loss_and_gradient(head, client.x, client.y)
+    loss, gradient = loss_and_gradient(head, client.x, client.y, MAX_SAMPLE_LOSS)
     n_samples, n_val = (client.y >= 0).sum(), (client.val_y >= 0).sum()
-    val_loss = summed_cross_entropy(head.logits(client.val_x), client.val_y)
+    val_loss = summed_cross_entropy(head.logits(client.val_x), client.val_y, MAX_SAMPLE_LOSS)
     totals = torch.stack([loss, n_samples, val_loss, n_val]).float()
     has_enough = n_samples >= min_samples
     return {"gradient": torch.where(has_enough, gradient, 0.0), "totals": torch.where(has_enough, totals, 0.0)}
@@ -140,11 +142,21 @@ def sum_uploads(uploads: Sequence[Tensors]) -> Tensors:
     return {key: sum((upload[key].double() for upload in uploads), start=zero) for key in uploads[0]}
 
 
+def bound_moments(total: Tensors, gram: Tensor) -> gaussian_classes.Moments:
+    """Return the moments of the named classes, with no more than samples of norm 1 can have."""
+    counts = total["counts"].clamp(min=0)
+    norms = total["sums"].norm(dim=1).clamp(min=1e-30)
+    sums = total["sums"] * (counts / norms).clamp(max=1)[:, None]
+    return gaussian_classes.pooled_moments(counts, sums, gram)
+
+
 def add_evaluations(known: Evaluations, points: Tensor, total: Tensors) -> Evaluations:
     """Return the known evaluations and those of the points in the clients' sums."""
     losses, n_samples, val_losses, _ = total["totals"].unbind(1)
     n_samples = n_samples.clamp(min=1)
-    new = Evaluations(points.double(), total["gradient"] / n_samples[:, None, None], losses / n_samples, val_losses)
+    gradients = total["gradient"] / n_samples[:, None, None]
+    gradients = gradients * (MAX_GRADIENT_NORM / gradients.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)).clamp(max=1)
+    new = Evaluations(points.double(), gradients, losses / n_samples, val_losses)
     return Evaluations(*(torch.cat([before, after]) for before, after in zip(known, new, strict=True)))
 
 
@@ -156,3 +168,16 @@ def take_server_step(shared: Tensors, total: Tensors, gram: Tensor, anchor: Tens
     loss, gradient = total["totals"][0] / n_samples, total["gradient"] / n_samples
     state = load_state(OPTIMISER, QuasiNewtonState, shared)
     return optimiser_tensors(take_quasi_newton_step(state, loss, gradient, mean, anchor.double(), ridge))
+
+
+def gaussian_part(gaussian: Tensor) -> Tensors:
+    """Return the head of the Gaussian classes, if all classes have statistics."""
+    has_all_classes = (gaussian[:, -1] > gaussian_classes.ABSENT_CLASS_LOGIT).all()
+    return {"gaussian": gaussian} if has_all_classes else {}
+
+
+def heads_to_mix(sent: Tensors, anchor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return candidates for the shared regression, the anchor last, and the heads that each of them is mixed with."""
+    mean = Head(sent["weight"], sent["bias"]).joined()[None]
+    fixed = [anchor[None]] * bool(anchor.any()) + [sent[key][None] for key in ("gaussian",) if key in sent]
+    return torch.cat([sent["candidates"], mean, anchor[None]]), torch.cat([mean[:0], *fixed])

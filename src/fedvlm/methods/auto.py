@@ -66,11 +66,11 @@ class Auto(StatisticsSettings):
             return head  # statistics
         if int(state.round) < self.rounds - 1:
             return {**head, "points": state.points}  # gradients
-        return {**head, "candidates": state.points, **gaussian_part(state)}  # mixes
+        return {**head, "candidates": state.points, **_logistic.gaussian_part(state.gaussian)}  # mixes
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         if "candidates" in sent:
-            candidates, fixed = heads_to_mix(sent, _logistic.zero_shot_head(frozen))
+            candidates, fixed = _logistic.heads_to_mix(sent, _logistic.zero_shot_head(frozen))
             losses = head_mixing.mix_losses(candidates, fixed, client.val_x, client.val_y)
             has_enough = (client.y >= 0).sum() >= self.min_class_samples
             return {"mix losses": torch.where(has_enough, losses, 0.0).flatten()}, local
@@ -85,11 +85,11 @@ class Auto(StatisticsSettings):
         total, state = _logistic.sum_uploads(uploads), load_state(SERVER, ServerState, shared)
         if "mix losses" in total:
             sent = self.send(shared, "")
-            heads = heads_to_mix(sent, state.anchor)
+            heads = _logistic.heads_to_mix(sent, state.anchor)
             return _logistic.head_tensors(head_mixing.average_mixes(*heads, total["mix losses"]))
         if "counts" in total:
             gram = _logistic.total_gram(total)
-            moments = gaussian_classes.pooled_moments(total["counts"], total["sums"], gram)
+            moments = _logistic.bound_moments(total, gram)
             rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
             state = state._replace(gram=gram.float(), gaussian=Head(rule.weight, rule.bias).joined().float())
         known = _logistic.add_evaluations(load_state(KNOWN, Evaluations, shared), state.points, total)
@@ -119,9 +119,12 @@ class Auto(StatisticsSettings):
         return means
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        shared, val_x = Head(sent["weight"].double(), sent["bias"].double()), client.val_x.double()
+        shared, (x, val_x) = (
+            Head(sent["weight"].double(), sent["bias"].double()),
+            (client.x.double(), client.val_x.double()),
+        )
         start_head, prior = split_head(_logistic.zero_shot_head(frozen).double()), head_mixing.MixPrior()
-        mix = head_mixing.mix_client(shared, start_head, client.x, client.y, val_x, client.val_y, prior)
+        mix = head_mixing.mix_client(shared, start_head, x, client.y, val_x, client.val_y, prior)
         own = split_head(mix.own)
         return {
             "weight change": own.weight.float(),
@@ -139,16 +142,3 @@ class Auto(StatisticsSettings):
         return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
     name, traits = "auto", statistics_traits("total")
-
-
-def gaussian_part(state: ServerState) -> Tensors:
-    """Return the head of the Gaussian classes, if all classes have statistics."""
-    has_all_classes = (state.gaussian[:, -1] > gaussian_classes.ABSENT_CLASS_LOGIT).all()
-    return {"gaussian": state.gaussian} if has_all_classes else {}
-
-
-def heads_to_mix(sent: Tensors, anchor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return candidates for the shared regression, and the heads that each of them is mixed with."""
-    mean = Head(sent["weight"], sent["bias"]).joined()[None]
-    fixed = [anchor[None]] * bool(anchor.any()) + [sent[key][None] for key in ("gaussian",) if key in sent]
-    return torch.cat([sent["candidates"], mean]), torch.cat([mean[:0], *fixed])

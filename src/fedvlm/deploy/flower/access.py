@@ -8,6 +8,7 @@ federation; the server itself uses no route (`fedvlm.deploy.flower.server`).
 import asyncio
 import os
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,13 +33,19 @@ SITE_PATHS = frozenset(
     }
 )
 FORBIDDEN, UNAUTHORIZED = 403, 401
-TOO_LARGE = 413
+NOT_FOUND, LENGTH_REQUIRED, TOO_LARGE, UNAVAILABLE = 404, 411, 413, 503
 REFUSAL_REASONS = {
     FORBIDDEN: "not open to outsiders",
     UNAUTHORIZED: "not signed by the key of an admitted site",
+    LENGTH_REQUIRED: "of unknown length",
     TOO_LARGE: "too large",
+    UNAVAILABLE: "too much at once",
 }
-MAX_CALL_BYTES = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
+OBJECT_PATH = "/v1/fleet/push-object"
+MAX_OBJECT_BYTES = 64 << 20  # bytes of a call with an object: Flower sends arrays in pieces of 5 MB
+MAX_CALL_BYTES = 1 << 20  # bytes of any other call; of a message that is a list of 14,000 objects
+MAX_TOTAL_BYTES = 512 << 20  # bytes of all calls that are being read; one site has MAX_OBJECT_BYTES of them
+ADMIT_EXTENSION = "fedvlm.admit"  # the ASGI extension that admits the connection of an allowed call
 HOLD_SECONDS = 4.0  # that a site's request for messages waits for one, so that it need not ask many times a second
 Scope = Mapping[str, Any]
 
@@ -154,6 +161,7 @@ class AccessMiddleware:
         log_refusal: Callable[[str, str, str], None] = lambda source, target, reason: None,
     ) -> None:
         self.app, self.is_signed, self.new_messages, self.log_refusal = app, is_signed, new_messages, log_refusal
+        self.bytes_by_key: Counter[bytes] = Counter()  # of calls that are being read and answered
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -166,26 +174,46 @@ class AccessMiddleware:
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})
         else:
-            held = self.new_messages.hold_empty(send) if scope["path"] == PULL_PATH else send
-            await self.app(scope, limit_body(receive), held)
+            scope.get("extensions", {}).get(ADMIT_EXTENSION, lambda: None)()
+            key, size = single_header(scope, "flwr-public-key"), content_length(scope)
+            if scope["path"] == OBJECT_PATH:
+                send = refuse_unasked(send)
+            elif scope["path"] == PULL_PATH:
+                send = self.new_messages.hold_empty(send)
+            self.bytes_by_key[key] += size
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self.bytes_by_key[key] -= size
 
     def refusal_status(self, scope: Scope) -> int:
         """Return the HTTP status of a refused call, 0 of an allowed one."""
         if scope["path"] not in SITE_PATHS:
             return FORBIDDEN
-        if not self.is_signed(scope):
-            return UNAUTHORIZED
-        return TOO_LARGE if int(single_header(scope, "content-length") or 0) > MAX_CALL_BYTES else 0
+        return self.size_status(scope) if self.is_signed(scope) else UNAUTHORIZED
+
+    def size_status(self, scope: Scope) -> int:
+        """Return the HTTP status of a body that is too large, or whose length nobody knows; 0 of any other."""
+        if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+            return LENGTH_REQUIRED
+        size = content_length(scope)
+        if size > (MAX_OBJECT_BYTES if scope["path"] == OBJECT_PATH else MAX_CALL_BYTES):
+            return TOO_LARGE
+        of_site = self.bytes_by_key[single_header(scope, "flwr-public-key")]
+        is_full = of_site + size > MAX_OBJECT_BYTES or self.bytes_by_key.total() + size > MAX_TOTAL_BYTES
+        return UNAVAILABLE if is_full else 0
 
 
-def limit_body(receive: Any) -> Any:
-    """Limit a body without a content length, which would fill the memory."""
-    read = 0
+def refuse_unasked(send: Any) -> Any:
+    """Return `send` for a call with an object: 404 if no message has announced it, where Flower answers 200."""
 
-    async def part() -> Any:
-        nonlocal read
-        chunk = await receive()
-        read += len(chunk.get("body", b""))
-        return chunk if read <= MAX_CALL_BYTES else {"type": "http.disconnect"}
+    async def refusing(message: Any) -> None:
+        is_start = message["type"] == "http.response.start" and message["status"] == 200
+        is_unasked = is_start and (b"content-length", b"0") in message["headers"]  # `stored` is false
+        await send({**message, "status": NOT_FOUND} if is_unasked else message)
 
-    return part
+    return refusing
+
+
+def content_length(scope: Scope) -> int:
+    return int(single_header(scope, "content-length") or 0)

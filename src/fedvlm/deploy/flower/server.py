@@ -71,21 +71,13 @@ def deactivate_node(scope: Scope, key: bytes) -> None:
 
 def run_superlink(folder: Path, host: str, port: int) -> None:
     """Serve the SuperLink of a server's folder, and start the runs that are asked for."""
-    import uvicorn
+    from fedvlm.deploy.flower.port import serve
 
     app, new_messages = create_superlink(folder), NewMessages()
     guard_superlink(app, folder, new_messages)
     RunStarter(folder, app.state.linkstate_factory.state(), new_messages.announce).start()
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        ssl_certfile=str(folder / "server.pem"),
-        ssl_keyfile=str(folder / "server.key"),
-        access_log=False,
-        timeout_graceful_shutdown=1,
-        log_level="warning",
-    )
+    certificate, key = str(folder / "server.pem"), str(folder / "server.key")
+    serve(app, host=host, port=port, ssl_certfile=certificate, ssl_keyfile=key, timeout_graceful_shutdown=1)
 
 
 class RunStarter(Thread):

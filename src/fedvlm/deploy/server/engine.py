@@ -11,7 +11,9 @@ from fedvlm import tensors
 from fedvlm.channel import Channel
 from fedvlm.channel.validation import check_sample_count, tensor_schema
 from fedvlm.core import Tensors
+from fedvlm.data.catalogue import catalogue
 from fedvlm.data.splits import SPLITS
+from fedvlm.data.table import Dataset
 from fedvlm.deploy.identity.certificates import current_certificate, exclusion_reason
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
@@ -46,6 +48,12 @@ class SiteOpening:
     header: Mapping[str, Any]
     first: Tensors  # shared tensors as it would start from them
     text: Tensor | None
+    descriptions: Tensor | None = None
+
+    @property
+    def texts_of_plan(self) -> Tensors:
+        texts = {"text": self.text, "descriptions": self.descriptions}
+        return {name: value for name, value in texts.items() if value is not None}
 
     @property
     def texts(self) -> Tensors:
@@ -203,7 +211,7 @@ class RemoteEngine(FlowerEngine):
         write_json(self.kit.folder / NODES_FILE, {**known_nodes(self.kit), name: node})
         self.site_keys[name] = current_certificate(self.kit.folder, name).key
         self.absent.pop(name, None)
-        self.sites[name] = SiteOpening(header, first, values.get("text"))
+        self.sites[name] = SiteOpening(header, first, values.get("text"), values.get("descriptions"))
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
         self.log_event("connected", site=name, samples=self.rows[name])
@@ -215,11 +223,17 @@ class RemoteEngine(FlowerEngine):
         header, expected_classes = message.header, self.spec["classes"]
         if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
+        if header.get("template", "") not in {"", *known_templates(self.spec["identity"]["source"])}:
+            raise FederationError(
+                "its prompt template is not in the experiment; name the template there, as source.templates, or remove "
+                "the site's own"
+            )
         if not header["scale"] > 0 or not header["classes"]:
             raise FederationError("the scale of its encoder, or its list of classes, is invalid")
         shape = (len(header["classes"]), header["dim"])
         for key, value in message.arrays.items():
-            if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
+            is_text = (key == "text" and value.shape == shape) or (key == "descriptions" and value.ndim == 3)
+            if not (key.startswith("shared/") or is_text):
                 raise FederationError("it sends tensors that do not belong to an opening")
         for part in SPLITS:
             check_sample_count(header["samples"][part], self.channel, "it")
@@ -237,10 +251,10 @@ class RemoteEngine(FlowerEngine):
             if key == "encoder":
                 first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
             if not _is_close(first_value, theirs):
-                return (
-                    f"sites {first} and {name} do not have the same {key}: {str(first_value)[:80]!r} and "
-                    f"{str(theirs)[:80]!r}; all sites need the same encoder and classes"
-                )
+                # Words of a site stay out of the record; numbers and fingerprints may enter it.
+                is_word = key in ("classes", "local", "template")
+                values = "" if is_word else f": {str(first_value)[:80]!r} and {str(theirs)[:80]!r}"
+                return f"sites {first} and {name} do not have the same {key}{values}; all sites need the same {key}"
         first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
         if (
             tensor_schema(first_value) != tensor_schema(theirs)
@@ -262,6 +276,14 @@ class RemoteEngine(FlowerEngine):
             if reason := self.describe_difference(self.base, name):
                 self._reject(self.nodes.pop(name), name, reason)
         return super().round(number, tasks)
+
+
+def known_templates(source: Mapping[str, Any]) -> set[str]:
+    """Return the prompt templates that a record may hold: the experiment's own, else those of fedvlm's data sets."""
+    templates = source.get("templates")
+    if templates is not None:
+        return {templates} if isinstance(templates, str) else set(map(str, templates))
+    return {template for entry in catalogue().values() for template in entry.templates} | set(Dataset.templates)
 
 
 def known_nodes(kit: ServerKit) -> dict[str, int]:

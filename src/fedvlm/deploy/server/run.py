@@ -20,7 +20,9 @@ from fedvlm.deploy.kits import REFERENCE_FILE, RUN_REQUEST_FILE, ServerKit, read
 from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
 from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
+from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.transcript import TRANSCRIPT_SUFFIX, Transcript
 from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle
 from fedvlm.engines.client import RemoteState, Task, TrainingTerms
 from fedvlm.engines.loop import ignore_sum
@@ -195,8 +197,11 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
         )
-    if settings.channel.verified:
-        raise SettingsError("channel.verified is for simulations; leave it out of a deployed run")
+    if settings.channel.verified and settings.selection != "last":
+        raise SettingsError(
+            f"selection = {settings.selection!r} needs scores of every site in every round, which a verified "
+            "sum does not have; leave it out"
+        )
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no images to take class names from; name the classes in the experiment, as [source] "
@@ -276,7 +281,8 @@ class DeployedRun:
             sites=list(self.kit.sites),
             record=str(self.record.folder),
         )
-        engine = RemoteEngine(
+        is_sum = settings.channel.verified and tuning is None
+        engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
         )
         engine.wait_for_sites()
@@ -305,6 +311,8 @@ class DeployedRun:
         else:
             self.record.compare({"identity": requested.identity()})
         name = file_name(training, seed)
+        if isinstance(engine, SumEngine):
+            engine.begin(Transcript(self.record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}"))
         terms, initial_local = self.make_terms(settings, engine, seed)
         return run_training(
             TrainingRun(settings, training, terms, self.record),

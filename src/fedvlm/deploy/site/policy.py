@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import ClassStatistics, Method, setting
-from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_table
+from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, Range, ranged_field, read_table
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.messages import RequestRefused
 from fedvlm.errors import FedVLMError
@@ -54,6 +54,8 @@ class Policy:
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     plain: bool = True  # uploads may leave one by one, not only in a verified sum
+    sum_of: int = ranged_field(3, Range(3))  # members that a verified sum must have, this site included
+    member_changes: int = ranged_field(0, NON_NEGATIVE)  # other sets of members, in sums over the same samples
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
     trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
     rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
@@ -194,6 +196,14 @@ RULE_TEXTS = {
     "plain": (
         "uploads may leave one by one, and not only in a verified sum",
         "a server that deviates recovers training embeddings from single uploads",
+    ),
+    "sum_of": (
+        "members that a verified sum must have, this site included",
+        "a sum of two shows each of them the upload of the other",
+    ),
+    "member_changes": (
+        "how often the members of sums over the same samples may change",
+        "two sums that differ by one member show the upload of that member",
     ),
     "scores": (
         'how exactly scores are reported: "exact", "coarse" or "none"',

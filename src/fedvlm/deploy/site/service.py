@@ -21,17 +21,19 @@ from fedvlm.deploy.flower.fleet import (
     serve_requests,
 )
 from fedvlm.deploy.flower.network import Unreachable, check_server
-from fedvlm.deploy.identity.certificates import describe_validity, read_own_certificate
+from fedvlm.deploy.identity.certificates import describe_validity, federation_id, read_own_certificate
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import (
     ECHOED_FIELDS,
     SCORE_COUNTS,
+    SUM_KINDS,
     Header,
     OpenRequest,
     ReportedError,
     RequestRefused,
     RoundRequest,
+    SumRequest,
     encode_error,
     encoder_fingerprint,
     parse_request,
@@ -50,8 +52,9 @@ from fedvlm.deploy.site.consent import (
 )
 from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
+from fedvlm.deploy.site.sums import SumMember
 from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, load_site_training
-from fedvlm.engines.client import measure
+from fedvlm.engines.client import World, measure
 from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
@@ -61,6 +64,14 @@ from fedvlm.runner.training import fit_calibration
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
+ACTIVITIES = {
+    "open": "opened a training",
+    "adapt": "adapted",
+    "plan": "agreed to a plan",
+    "counts": "masked class counts",
+    "end": "ended a session",
+    "join": "joined late",
+}
 UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about strangers
 
 
@@ -78,6 +89,8 @@ class Site:
         self.ledger = Ledger(kit.folder)
         self.budget = PrivacyBudget(self.ledger.history())
         self.handler = TrainingHandler(listener=self)
+        federation = federation_id((kit.folder / "server.pub").read_bytes(), (kit.folder / "ca.crt").read_bytes())
+        self.sums = SumMember(kit, self.sign, federation, self)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
         self.n_unsigned, self.last_unsigned_log = 0, -UNSIGNED_LOG_SECONDS
@@ -110,13 +123,15 @@ class Site:
                 self.budget.admit(policy, "training", fields.training, 0.0)
                 costs = {"costs": "training", "plan": plan_hash(request.header["spec"])}
                 reply = self.open_training(request, policy)
+            elif isinstance(fields, SumRequest):
+                reply, costs = self._run_sum(request, fields, policy)
             else:
                 reply, state, costs = self._run_round(request, fields, state, policy)
             policy.check_upload_size(sum(array.nbytes for array in reply.arrays.values()))
         except Exception as error:
             return self._error_reply(fields, error), state
         sent = self._record_reply("out", fields, self.sign(reply), **costs)
-        if "spends" in costs:  # after it was counted: a repeated reply costs nothing
+        if "spends" in costs and isinstance(fields, RoundRequest):  # counted: a repeated reply costs nothing
             ReplyCache(self._folder(fields.training)).store(request, reply, state)
         return sent, state
 
@@ -128,6 +143,8 @@ class Site:
         training = self._load_training(key, policy)
         site_training, world = self.site_trainings[key], training.world
         policy.admit(world.method, world.channel, site_training.labels)
+        if world.channel.verified:
+            raise ReportedError("sum", "an upload of a verified sum was asked for without its session; nothing leaves")
         if policy.consent:
             check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
             check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
@@ -144,6 +161,22 @@ class Site:
         releases = self.budget.rounds[key] + (kind == "upload")
         header = {**reply.header, "scores": scores, "described": described, "releases": releases}
         return Message(header, reply.arrays), state, {"costs": kind, "spends": spends}
+
+    def _run_sum(self, request: Message, fields: SumRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
+        """Return the reply to a step of a verified sum, and what it costs."""
+        key = fields.training
+        world = self._load_training(key, policy).world
+        site_training = self.site_trainings[key]
+        policy.admit(world.method, world.channel, site_training.labels)
+        if policy.consent:
+            check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
+            check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
+        kind = "upload" if fields.kind == "sum" else "measurement"
+        self.budget.admit(policy, kind, key, site_training.upload_cost if kind == "upload" else 0.0)
+        return self.sums.answer(request, fields, site_training, world, policy)
+
+    def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None:
+        self.on_adapted(replace(self.handler.trainings[key], world=world), sent, local)
 
     def _error_reply(self, fields: Header | None, error: Exception) -> Message:
         """Return a code with its numbers for the server; log everything else here."""
@@ -164,8 +197,8 @@ class Site:
         self.ledger.add(direction, fields.round if fields else -1, to_tensors(reply.arrays), data, **entry)
         self.budget.count_line(entry)
         if fields and "error" not in details:
-            names = list(reply.arrays) or ["scores only"]
-            activity = {"open": "opened a training", "adapt": "adapted"}.get(fields.kind, f"round {fields.round}")
+            names = list(reply.arrays) or ["a signature" if fields.kind in SUM_KINDS else "scores only"]
+            activity = ACTIVITIES.get(fields.kind, f"round {fields.round}")
             self.log_event("sent", what=activity, bytes=len(data), fields=names)
         return reply
 
@@ -200,11 +233,13 @@ class Site:
         self._register(key, site_training)
         frozen, member = site_training.world.frozen, site_training.world.members[self.kit.name]
         shared, local = settings.method.init(frozen)
+        is_sum = settings.channel.verified
         header = {
             **{name: request.header[name] for name in ECHOED_FIELDS},
             **{"client": self.kit.name, "opened": key, "encoder": public_encoder_name(site_training.encoder)},
             **{"classes": list(frozen.classes), "dim": frozen.dim, "scale": frozen.scale, "local": sorted(local)},
-            "samples": {split: len(getattr(member, split)) for split in SPLITS},
+            # Members of a verified sum add up their counts, and tell nobody their own.
+            "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
         }
         self.log_event(
@@ -215,7 +250,9 @@ class Site:
             classes=len(set(site_training.labels.tolist())),
         )
         first = {f"shared/{name}": value for name, value in shared.items()}
-        return Message(header, to_arrays(first | ({} if frozen.text is None else {"text": frozen.text})))
+        texts = {"text": frozen.text, "descriptions": frozen.descriptions if is_sum else None}
+        first |= {name: value for name, value in texts.items() if value is not None}
+        return Message(header, to_arrays(first))
 
     def _check_consent(
         self, spec: Mapping[str, Any], settings: Settings, site_training: SiteTraining, policy: Policy

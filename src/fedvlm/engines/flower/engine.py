@@ -36,7 +36,7 @@ from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.tensors import max_relative_difference
 
 TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
-MESSAGE_TYPES = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
+MESSAGE_TYPES = {"open": "query"}  # Flower's words for ours; all others are "train"
 
 
 class FlowerEngine:
@@ -169,7 +169,7 @@ class FlowerEngine:
     def _message(self, message: Message, node: int, number: int) -> Any:
         ttl = None if self.deadline is None else self.deadline + TTL_MARGIN_SECONDS
         return self.grid.create_message(
-            to_records(message), MESSAGE_TYPES[message.header["kind"]], node, str(number), ttl
+            to_records(message), MESSAGE_TYPES.get(message.header["kind"], "train"), node, str(number), ttl
         )
 
     def _accept(self, message: Any, id: str, request: Message) -> Message:

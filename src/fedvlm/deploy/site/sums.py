@@ -1,0 +1,533 @@
+"""Take part in verified sums at a site: check what the server relays, add it up, and keep each session on disk.
+
+What leaves is written first; asked again, the same bytes leave. A session's key stays in its own file, which backups
+leave out and which is erased when the session ends or expires.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+from secrets import token_bytes
+from typing import Any, Protocol
+
+import torch
+
+from fedvlm import tensors
+from fedvlm.channel.pipeline import UploadPipeline, join_channel_state, split_channel_state
+from fedvlm.channel.validation import check_upload
+from fedvlm.channel.verified import (
+    class_limits,
+    count_classes,
+    mask_vector,
+    pack_integers,
+    to_fixed_point,
+    weight_upload,
+)
+from fedvlm.core import Frozen, Tensors, upload_sum
+from fedvlm.deploy.identity.certificates import key_fingerprint
+from fedvlm.deploy.identity.keys import Signer
+from fedvlm.deploy.kits import SiteKit, write_secret
+from fedvlm.deploy.messages import (
+    ECHOED_FIELDS,
+    ReportedError,
+    RequestRefused,
+    SumRequest,
+    encoder_fingerprint,
+)
+from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.peers import check_members, read_peers
+from fedvlm.deploy.site.policy import Policy
+from fedvlm.deploy.site.training import SiteTraining
+from fedvlm.deploy.statements import (
+    COUNTS_ROUND,
+    SCORE_NAMES,
+    SCORES_KEY,
+    Agreement,
+    EndStatement,
+    UploadStatement,
+    check_same_state,
+    expected_upload,
+    hash_members,
+    hash_statements,
+    hash_vector,
+    initial_shared,
+    is_total,
+    layout_of,
+    new_session_key,
+    next_state,
+    open_sum,
+    pair_keys,
+    read_agreements,
+    read_ends,
+    read_uploads,
+    session_id,
+    sign,
+    state_digest,
+    to_vector,
+)
+from fedvlm.engines.client import Task, World, channel_noise
+from fedvlm.engines.flower.client import describe_local, to_arrays, to_tensors
+from fedvlm.engines.flower.messages import Message
+from fedvlm.engines.sequential import Sequential, error_context
+from fedvlm.errors import FederationError
+from fedvlm.runner.prepare import template_of
+from fedvlm.storage.files import read_json, read_tensors, write_json, write_tensors
+
+SESSION_KEY_FILE = "session.key"  # never in a backup
+HISTORY_FILE = "sums.json"  # in `state`: members and samples of the sums that this site took part in
+MAX_TEXT_DIFFERENCE = 1e-4  # relative: what the encoders of two machines may differ by
+MAX_DEADLINE_DAYS = 30
+PLAN_TENSORS = {"text", "descriptions", "reference"}
+
+
+class ResultListener(Protocol):
+    """Receive the end of a session."""
+
+    def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None: ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """Hold what a site has agreed to, as its folder has it."""
+
+    folder: Path
+    plan: Plan
+    given: Tensors  # the tensors of the plan
+    agreement: Agreement
+    salt: bytes
+
+    @staticmethod
+    def read(folder: Path) -> "Session":
+        if not (folder / "agreement.json").exists():
+            raise ReportedError("closed")
+        words = read_json(folder / "agreement.json")
+        plan = read_plan((folder / "plan.json").read_bytes())
+        given, _ = read_tensors(folder / "plan.safetensors")
+        return Session(folder, plan, given, Agreement(**words["agreement"]), bytes.fromhex(words["salt"]))
+
+    @property
+    def secret(self) -> bytes:
+        """Return the private session key, unless it was erased, is too old or did not come with a restored folder."""
+        path = self.folder / SESSION_KEY_FILE
+        if datetime.now(UTC) > datetime.fromisoformat(self.plan.deadline):
+            erase_key(path)
+        if not path.exists():
+            raise ReportedError("session")
+        return path.read_bytes()
+
+    def step_path(self, number: int) -> Path:
+        return self.folder / f"step-{number}.safetensors"
+
+    def read_step(self, number: int) -> tuple[Tensors, dict[str, Any]]:
+        """Return what this site computed in a round, and what it said of it."""
+        if not self.step_path(number).exists():
+            raise ReportedError("version", f"this site has not taken part in round {number} of the session")
+        return read_tensors(self.step_path(number))
+
+
+def erase_key(path: Path) -> None:
+    if path.exists():
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+        path.unlink()
+
+
+def erase_expired_keys(folder: Path) -> None:
+    """Erase the keys of sessions that are past their deadline."""
+    for path in folder.glob(f"state/*/session/{SESSION_KEY_FILE}"):
+        try:
+            plan = read_plan((path.parent / "plan.json").read_bytes())
+            is_over = datetime.now(UTC) > datetime.fromisoformat(plan.deadline)
+        except (OSError, FederationError, ValueError):
+            is_over = True
+        if is_over:
+            erase_key(path)
+
+
+class SumMember:
+    """Answer the steps of verified sums for one site."""
+
+    def __init__(self, kit: SiteKit, signer: Signer, federation: str, listener: ResultListener) -> None:
+        self.kit, self.signer, self.federation, self.listener = kit, signer, federation, listener
+        self.ledger = Ledger(kit.folder)
+        erase_expired_keys(kit.folder)
+
+    def answer(
+        self, request: Message, fields: SumRequest, site_training: SiteTraining, world: World, policy: Policy
+    ) -> tuple[Message, dict[str, Any]]:
+        """Return the reply to a step, and what it costs; a repeated step costs nothing."""
+        folder, sent = self.kit.folder / "state" / fields.training / "session", to_tensors(request.arrays)
+        extra: dict[str, Any] = {}
+        masked: Tensors = {}
+        costs: dict[str, Any] = {}
+        if fields.kind == "plan":
+            statement: Any = self.agree(folder, fields, sent, site_training, world, policy)
+        elif fields.kind == "join":
+            extra = self.join(fields, sent, site_training, world, policy)
+            statement, costs = {}, {"costs": "measurement"}
+        else:
+            session = Session.read(folder)
+            self._check_data(session, world)
+            member = _Step(self, session, replace(world, frozen=plan_frozen(session, world.frozen)), policy)
+            if fields.kind == "counts":
+                statement, masked, is_new = member.count(fields.statements)
+                costs = {"costs": "measurement", "session": statement.session} if is_new else {}
+            elif fields.kind == "sum":
+                statement, masked, is_new = member.upload(fields.round, fields.statements, sent)
+                costs = {"costs": "upload", "spends": site_training.upload_cost} if is_new else {}
+            else:
+                statement, extra, is_new = member.end(fields.statements, sent)
+                costs = {"costs": "measurement"} if is_new else {}
+        header = {name: getattr(fields, name) for name in ECHOED_FIELDS}
+        words = statement if isinstance(statement, dict) else statement.model_dump(mode="json")
+        header |= {"client": self.kit.name, "statement": words, **extra}
+        return Message(header, to_arrays(masked)), costs
+
+    def agree(
+        self,
+        folder: Path,
+        fields: SumRequest,
+        sent: Tensors,
+        site_training: SiteTraining,
+        world: World,
+        policy: Policy,
+    ) -> Agreement:
+        """Check a plan and agree to it with a new session key."""
+        plan = read_plan(fields.plan.encode())
+        self._check_plan(plan, sent, site_training, world)
+        check_members(self.kit.folder, plan, self.kit.name, self.signer.public.decode(), policy.sum_of)
+        samples = sample_hashes(world, self.kit.name)
+        self._check_history(plan, world, samples, policy)
+        if (folder / "agreement.json").exists() and (known := Session.read(folder)).plan.hash == plan.hash:
+            self._check_data(known, world)
+            return known.agreement
+        erase_key(folder / SESSION_KEY_FILE)
+        for path in folder.glob("*"):
+            path.unlink()
+        secret, public = new_session_key()
+        salt = token_bytes(32)
+        agreement = sign(
+            Agreement(
+                member=self.kit.name,
+                plan=plan.hash,
+                members=hash_members(plan),
+                key=public,
+                data=commit_data(salt, samples),
+            ),
+            self.signer,
+        )
+        write_tensors(folder / "plan.safetensors", sent, {})
+        (folder / "plan.json").write_bytes(plan.to_bytes())
+        write_secret(folder / SESSION_KEY_FILE, secret)
+        write_json(folder / "agreement.json", {"agreement": agreement.model_dump(mode="json"), "salt": salt.hex()})
+        return agreement
+
+    def _check_plan(self, plan: Plan, sent: Tensors, site_training: SiteTraining, world: World) -> None:
+        """Refuse a plan that is not the opened training, or whose texts are not those of the site's own encoder."""
+        if self.kit.made_by_server and not _is_loopback(self.kit.address):
+            raise RequestRefused("server key")
+        spec, frozen = site_training.spec, world.frozen
+        facts = {
+            "federation": self.federation,
+            "encoder": encoder_fingerprint(site_training.encoder),
+            "dim": frozen.dim,
+            "template": template_of(frozen).get("template", ""),
+        }
+        expected = plan_of_spec(spec, **facts)
+        for name in ("training", "identity", "classes", "seed", *facts):
+            if getattr(plan, name) != getattr(expected, name):
+                raise ReportedError("sum", f"{name} of the plan is not that of the training this site has opened")
+        if not abs(plan.scale - frozen.scale) <= 1e-6 * abs(frozen.scale):
+            raise ReportedError("sum", f"the plan's logit scale is {plan.scale:g}, this encoder's {frozen.scale:g}")
+        if not plan.settings.channel.verified:
+            raise ReportedError("sum", "the plan is not that of a verified sum")
+        try:
+            left = datetime.fromisoformat(plan.deadline) - datetime.now(UTC)
+        except (ValueError, TypeError) as error:
+            raise ReportedError("sum", "the plan has no deadline with its time zone") from error
+        if not timedelta(0) < left <= timedelta(days=MAX_DEADLINE_DAYS):
+            raise ReportedError(
+                "sum", f"the plan's deadline must be within {MAX_DEADLINE_DAYS} days, got {plan.deadline}"
+            )
+        plan.check_tensors(sent)
+        own = plan_tensors(world)
+        if own.keys() != sent.keys():
+            raise ReportedError("sum", "the plan's class texts or reference samples are not those that this site has")
+        for name, value in own.items():
+            limit = 0.0 if name == "reference" else MAX_TEXT_DIFFERENCE
+            if not _is_close({name: value}, {name: sent[name]}, limit):
+                raise ReportedError("sum", f"the plan's {name} is not what this site's own encoder makes of it")
+
+    def _check_data(self, session: Session, world: World) -> None:
+        """Refuse to go on with other samples than the site agreed with."""
+        samples = sample_hashes(world, self.kit.name)
+        if commit_data(session.salt, samples) != session.agreement.data:
+            raise ReportedError("session", "the site's samples are not those that it agreed with; run a new session")
+
+    def _check_history(self, plan: Plan, world: World, samples: Mapping[str, list[str]], policy: Policy) -> None:
+        """Refuse sums whose difference to an earlier one would show one member or a few samples."""
+        path = self.kit.folder / "state" / HISTORY_FILE
+        if not path.exists() or world.channel.noise_multiplier:
+            return
+        known = read_json(path)
+        before, now = ({label: set(rows) for label, rows in of.items()} for of in (known["samples"], samples))
+        if not any(rows & now.get(label, set()) for label, rows in before.items()):
+            return
+        member_sets = {frozenset(members) for members in known["members"]}
+        if len({*member_sets, frozenset(member_fingerprints(plan))}) - 1 > policy.member_changes:
+            raise RequestRefused("member change")
+        for label in {*before, *now}:
+            changed = len(before.get(label, set()) ^ now.get(label, set()))
+            if 0 < changed < policy.min_class_samples:
+                raise RequestRefused("data change", count=changed, least=policy.min_class_samples)
+
+    def remember(self, plan: Plan, samples: Mapping[str, list[str]]) -> None:
+        """Keep members and samples of a sum, before its first upload leaves."""
+        path = self.kit.folder / "state" / HISTORY_FILE
+        members = read_json(path)["members"] if path.exists() else []
+        own = sorted(member_fingerprints(plan))
+        write_json(path, {"members": [*(other for other in members if other != own), own], "samples": dict(samples)})
+
+    def join(
+        self, fields: SumRequest, sent: Tensors, site_training: SiteTraining, world: World, policy: Policy
+    ) -> dict[str, Any]:
+        """Adapt a state that enough compared peers have signed."""
+        plan = read_plan(fields.plan.encode())
+        given = {key.removeprefix("plan/"): value for key, value in sent.items() if key.startswith("plan/")}
+        state = {key.removeprefix("state/"): value for key, value in sent.items() if key.startswith("state/")}
+        self._check_plan(plan, given, site_training, world)
+        ends, peers = read_ends(fields.statements, plan, state), read_peers(self.kit.folder)
+        fingerprints = {
+            member.name: key_fingerprint(self.federation, member.name, member.key) for member in plan.members
+        }
+        signers = [name for name in ends if name in peers and peers[name].fingerprint == fingerprints[name]]
+        if len(signers) < policy.sum_of:
+            raise RequestRefused("sum of", least=policy.sum_of)
+        world = replace(world, frozen=frozen_of_plan(plan, given, world.frozen))
+        local = tensors.copy(world.method.init(world.frozen)[1])
+        return self.finish(fields.training, world, state, local, policy)
+
+    def finish(self, key: str, world: World, state: Tensors, local: Tensors, policy: Policy) -> dict[str, Any]:
+        """Adapt to the final state and keep the classifier; return what is said of it, coarsely."""
+        name, method = self.kit.name, world.method
+        sent = method.send(state, name)
+        done = Sequential(world).adapt(method.rounds, [Task(name, sent, local, True)]).replies[name]
+        self.listener.on_sum_ended(key, world, sent, done.local_tensors)
+        coarse = replace(policy, scores="none" if policy.score_detail == "none" else "coarse")
+        described = {} if coarse.scores == "none" else describe_local(world, sent, done, True)
+        return {"scores": coarse.allowed_scores(done.scores), "described": described}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Compute one step of a session."""
+
+    member: SumMember
+    session: Session
+    world: World  # with the texts of the plan
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        return self.member.kit.name
+
+    def count(self, entries: Any) -> tuple[UploadStatement, Tensors, bool]:
+        """Upload class counts, once every member has agreed to the same plan."""
+        agreements = self._agreements(entries)
+        identity = expected_upload(session_id(agreements), COUNTS_ROUND, state_digest({}), hash_statements(agreements))
+        if stored := self._stored(COUNTS_ROUND, identity):
+            return stored
+        write_json(self.session.folder / "agreements.json", entries)
+        world = self.world
+        y = world.y[torch.from_numpy(world.members[self.name].train)]
+        counts = count_classes(y, len(world.frozen.classes), world.method)
+        self.member.remember(self.session.plan, sample_hashes(world, self.name))
+        return self._release(counts, {}, identity, 1.0, agreements, {})
+
+    def upload(self, number: int, entries: Any, sent: Tensors) -> tuple[UploadStatement, Tensors, bool]:
+        """Check the uploads and the state of the round before, train, and upload under masks."""
+        if number >= self.world.method.rounds:
+            raise ReportedError(
+                "sum", f"the plan has {self.world.method.rounds} rounds, and round {number} was asked for"
+            )
+        state, previous, limits = self._check_round(number, entries, sent)
+        agreements = self._agreements(read_json(self.session.folder / "agreements.json"))
+        identity = expected_upload(session_id(agreements), number, state_digest(state), previous)
+        if stored := self._stored(number, identity):
+            return stored
+        world, id = self.world, self.name
+        initial_local = tensors.copy(world.method.init(world.frozen)[1])
+        kept = {k[6:]: v for k, v in self.session.read_step(number - 1)[0].items() if k.startswith("local/")}
+        local, channel_state = split_channel_state(kept if number else initial_local)
+        task = Task(id, {**world.method.send(state, id), **limits}, local, True)
+        done = Sequential(world).round(number, [task]).replies[id]
+        upload = done.upload or {}
+        check_upload(upload, initial_local, error_context(world, number, id))
+        draw = channel_noise(world, id, number)
+        upload, channel_state = UploadPipeline(world.channel).encode(upload, task.sent, channel_state, draw)
+        weight = float(done.rows) if upload_sum(world.method) == "samples" else 1.0
+        kept = join_channel_state(done.local_tensors, channel_state)
+        result = self._release(upload, done.scores, identity, weight, agreements, {"local": kept, "state": state})
+        for old in range(number - 1):
+            self.session.step_path(old).unlink(missing_ok=True)
+        return result
+
+    def end(self, entries: Any, sent: Tensors) -> tuple[EndStatement, dict[str, Any], bool]:
+        """Check the last round, adapt, sign the final state and erase the session's key."""
+        path, rounds = self.session.folder / "end.json", self.world.method.rounds
+        posted = {key[6:]: value for key, value in sent.items() if key.startswith("state/")}
+        if path.exists() and (stored := read_json(path))["statement"]["state"] == state_digest(posted):
+            return EndStatement(**stored["statement"]), stored["reply"], False
+        state, previous, _ = self._check_round(rounds, entries, sent)
+        kept = {k[6:]: v for k, v in self.session.read_step(rounds - 1)[0].items() if k.startswith("local/")}
+        local = split_channel_state(kept if rounds else self.world.method.init(self.world.frozen)[1])[0]
+        reply = self.member.finish(self.session.folder.parent.name, self.world, state, local, self.policy)
+        statement = EndStatement(
+            member=self.name,
+            session=session_id(self._agreements(read_json(self.session.folder / "agreements.json"))),
+            state=state_digest(state),
+            previous=previous,
+            ledger=self.member.ledger.history().head,
+        )
+        statement = sign(statement, self.member.signer)
+        write_json(path, {"statement": statement.model_dump(mode="json"), "reply": reply})
+        erase_key(self.session.folder / SESSION_KEY_FILE)
+        return statement, reply, True
+
+    def _agreements(self, entries: Any) -> dict[str, Agreement]:
+        agreements = read_agreements(entries, self.session.plan)
+        if agreements[self.name] != self.session.agreement:
+            raise ReportedError("sum", "the agreement of this site was replaced; nothing leaves")
+        return agreements
+
+    def _check_round(self, number: int, entries: Any, sent: Tensors) -> tuple[Tensors, str, Tensors]:
+        """Return the state before a round, the hash of the uploads that led to it, and the limits of uploads."""
+        plan, settings = self.session.plan, self.session.plan.settings
+        stored, header = self.session.read_step(number - 1)
+        own = UploadStatement(**header["statement"])
+        vectors = {key[7:]: to_vector(value.numpy()) for key, value in sent.items() if key.startswith("upload/")}
+        state = {key[6:]: value for key, value in sent.items() if key.startswith("state/")}
+        fields = ("session", "round", "state", "previous", "layout")
+        expected = {name: getattr(own, name) for name in fields}
+        statements = read_uploads(entries, vectors, plan, expected)
+        if statements[self.name].upload != own.upload:
+            raise ReportedError("sum", "the upload of this site was replaced; nothing leaves")
+        if number == 0:
+            total, _ = open_sum(vectors.values(), own.layout, True)
+            write_tensors(self.session.folder / "counts.safetensors", total, {})
+            before = initial_shared(self.world.method, self.world.frozen, len(plan.members))
+            check_same_state(before, state)
+        else:
+            total, _ = open_sum(vectors.values(), own.layout, is_total(settings))
+            before = {key[6:]: value for key, value in stored.items() if key.startswith("state/")}
+            check_same_state(next_state(settings, before, total, plan.member_names), state)
+        counts, _ = read_tensors(self.session.folder / "counts.safetensors")
+        self._check_counts(counts)
+        return state, hash_statements(statements), class_limits(self.world.method, self.world.frozen.dim, counts)
+
+    def _check_counts(self, counts: Tensors) -> None:
+        """Refuse counts that no members can have, as a wrong mask would give."""
+        n, limit = len(self.session.plan.members), self.world.channel.max_samples
+        is_valid = bool((counts["counts"] >= 0).all() and (counts["members"] >= 0).all())
+        is_valid &= int(counts["members"].max()) <= n and 0 <= int(counts["samples"]) <= n * limit
+        if not is_valid or int(counts["counts"].max()) > int(counts["samples"]):
+            raise ReportedError("sum", "the summed counts are not plausible; a member sent a wrong mask or upload")
+
+    def _stored(self, number: int, identity: Mapping[str, Any]) -> tuple[UploadStatement, Tensors, bool] | None:
+        """Return the upload of this round, if it has left before; refuse to compute it at another point."""
+        if not self.session.step_path(number).exists():
+            return None
+        stored, header = self.session.read_step(number)
+        statement = UploadStatement(**header["statement"])
+        if any(getattr(statement, name) != value for name, value in identity.items()):
+            raise ReportedError("sum", f"round {number} was asked for a second time at another state; nothing leaves")
+        return statement, {"masked": stored["masked"]}, False
+
+    def _release(
+        self,
+        upload: Tensors,
+        scores: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        weight: float,
+        agreements: Mapping[str, Agreement],
+        keep: Mapping[str, Tensors],
+    ) -> tuple[UploadStatement, Tensors, bool]:
+        """Mask an upload, sign it and write it to disk; only then it may leave."""
+        context = f"site {self.name}, round {identity['round']}"
+        weighted = weight_upload(upload, weight, context)
+        weighted[SCORES_KEY] = summed_scores(scores, self.policy)
+        integers = to_fixed_point(weighted, len(agreements), context)
+        keys = pair_keys(self.session.secret, agreements, self.name, [identity[name] for name in sorted(identity)])
+        vector = mask_vector(pack_integers(integers), self.name, keys)
+        statement = UploadStatement(
+            member=self.name, upload=hash_vector(vector), layout=layout_of(upload), **dict(identity)
+        )
+        statement = sign(statement, self.member.signer)
+        masked = {"masked": torch.from_numpy(vector.view("int64"))}
+        kept = {f"{group}/{key}": value for group, of in keep.items() for key, value in of.items()}
+        number = identity["round"]
+        write_tensors(self.session.step_path(number), masked | kept, {"statement": statement.model_dump(mode="json")})
+        return statement, masked, True
+
+
+def summed_scores(scores: Mapping[str, Any], policy: Policy) -> torch.Tensor:
+    """Return the numbers that add up to the scores of all members; zeros if the policy reports none."""
+    if not scores or policy.score_detail == "none":
+        return torch.zeros(len(SCORE_NAMES), dtype=torch.float64)
+    loss = float(scores.get("loss", 0.0)) * scores["validation_rows"]
+    counts = [float(scores[name]) for name in SCORE_NAMES[:-1]]
+    return torch.tensor([*counts, min(loss, 1e6)], dtype=torch.float64)
+
+
+def plan_tensors(world: World) -> Tensors:
+    """Return what a plan holds of class texts and reference samples."""
+    own = {"text": world.frozen.text, "descriptions": world.frozen.descriptions}
+    own["reference"] = world.reference_x if len(world.reference) else None
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def frozen_of_plan(plan: Plan, given: Tensors, frozen: Frozen) -> Frozen:
+    return replace(
+        frozen, scale=plan.scale, seed=plan.seed, text=given.get("text"), descriptions=given.get("descriptions")
+    )
+
+
+def plan_frozen(session: Session, frozen: Frozen) -> Frozen:
+    return frozen_of_plan(session.plan, session.given, frozen)
+
+
+def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
+    """Return a hash of every sample that the site uses, by class."""
+    member, out = world.members[name], dict[str, list[str]]()
+    for rows in (member.train, member.validation, member.test):
+        x, y = world.read(rows), world.y[torch.from_numpy(rows)]
+        for sample, label in zip(x, y.tolist(), strict=True):
+            digest = sha256(sample.contiguous().numpy().tobytes()).hexdigest()[:16]
+            out.setdefault(str(label), []).append(digest)
+    return {label: sorted(out[label]) for label in sorted(out)}
+
+
+def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:
+    return sha256(b"fedvlm data 1\n" + salt + json.dumps(samples, sort_keys=True).encode()).hexdigest()
+
+
+def member_fingerprints(plan: Plan) -> set[str]:
+    return {key_fingerprint(plan.federation, member.name, member.key) for member in plan.members}
+
+
+def _is_close(own: Tensors, other: Tensors, limit: float) -> bool:
+    [a], [b] = own.values(), other.values()
+    return a.shape == b.shape and a.dtype == b.dtype and tensors.max_relative_difference(own, other) <= limit
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
