@@ -24,6 +24,7 @@ ORDER = [
     "data",
     "encoders",
     "evaluate.metrics",
+    "evaluate.findings",
     "channel",
     "engines",
     "evaluate",
@@ -34,6 +35,7 @@ ORDER = [
     "report",
     "result",
     "estimator",
+    "serving",
     "deploy",
     "cli",
 ]
