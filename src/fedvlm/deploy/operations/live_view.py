@@ -55,16 +55,17 @@ def live_view(folder: Path) -> dict[str, Any]:
     history = events.read_events(folder)
     if is_server(folder):
         state = server_status(folder)
-        cards, headline = [server_card(state), run_card(state), *site_cards(state)], run_headline(state)
-        trends = server_trends(history)
-        waiting = 0
+        cards, waiting = [server_card(state), run_card(state), *site_cards(state)], 0
+        facts = dict(cards[1].facts)
+        headline = f"{facts['method']}: {cards[1].state}, round {facts['round']}" if state["run"] else "no run yet"
+        trends = make_trends(rounds_since(history, "begun"), "kB", 1.0)
     else:
         state = site_status(folder)
         waiting = len(waiting_requests(folder))
         cards = own_cards(folder, state)
         gained = state["gained"]
         headline = events.format_gain(gained) if gained else "this site has not finished a run yet"
-        trends = own_trends(history)
+        trends = make_trends(rounds_since(history, "opened"), "bytes", 0.001)
     return {
         "title": "the server" if state["who"] == "server" else f"site {state['name']}",
         "is_server": state["who"] == "server",
@@ -110,16 +111,6 @@ def run_card(state: State) -> Card:
     return Card("Run", run["state"], kind, facts, str(run.get("why") or "")[:300])
 
 
-def run_headline(state: State) -> str:
-    run = state["run"]
-    if not run:
-        return "no run has been started"
-    accuracy = events.format_percent(run.get("share"))
-    return f"{run['method']}: {run['state']}, round {run['round']} of {run['rounds']}" + f", {accuracy}" * bool(
-        accuracy
-    )
-
-
 def site_cards(state: State) -> Iterable[Card]:
     for name, site in state["sites"].items():
         text, kind = SITE_STATES.get(site["state"], (site["state"], PLAIN))
@@ -146,7 +137,7 @@ def own_cards(folder: Path, state: State) -> list[Card]:
     text, kind = CONNECTION_STATES[last] if up else ("not running", BAD)
     cards = [Card("Site", text, kind, facts)]
     if training:
-        cards.append(training_card(training, [event for event in present_training(history) if event.get("round")]))
+        cards.append(training_card(training, rounds_since(history, "opened")))
     spending = describe_spending(PrivacyBudget(ledger), policy)
     facts = [("trainings", state["trainings"]), ("rounds", state["rounds"]), ("last", format_age(state["last out"]))]
     facts += [("head of the ledger", ledger.head[:16])] if ledger.head else []
@@ -175,33 +166,22 @@ def training_card(training: events.Event, rounds: list[events.Event]) -> Card:
     return Card("Training", str(training["method"]), GOOD, facts)
 
 
-def present_training(history: list[events.Event]) -> list[events.Event]:
-    begun = max((place for place, event in enumerate(history) if event["kind"] == "opened"), default=0)
-    return history[begun:]
+def rounds_since(history: list[events.Event], kind: str) -> list[events.Event]:
+    """Return the events of rounds since the latest event of a kind."""
+    begun = max((place for place, event in enumerate(history) if event["kind"] == kind), default=0)
+    return [event for event in history[begun:] if event["kind"] in ("round", "sent") and event.get("round")]
 
 
-def server_trends(history: list[events.Event]) -> list[Chart]:
-    begun = max((place for place, event in enumerate(history) if event["kind"] == "begun"), default=0)
-    rounds = [event for event in history[begun:] if event["kind"] == "round"]
-    return draw_trends(rounds, "share", "kB", 1000)
-
-
-def own_trends(history: list[events.Event]) -> list[Chart]:
-    return draw_trends([event for event in present_training(history) if event.get("round")], "share", "bytes", 1)
-
-
-def draw_trends(rounds: list[events.Event], accuracy: str, traffic: str, unit: int) -> list[Chart]:
+def make_trends(rounds: list[events.Event], traffic: str, unit: float) -> list[Chart]:
     """Describe accuracy and traffic over the rounds; a trend needs two points."""
-    titles = (("Accuracy so far, by round", accuracy, "accuracy (%)"), ("Traffic, by round", traffic, "kB"))
+    titles = (("Accuracy so far, by round", "share", 1.0), ("Traffic, by round", traffic, unit))
     charts = []
-    for place, (title, key, label) in enumerate(titles):
-        scale = 1.0 if key == accuracy else unit / 1000
+    for place, (title, key, scale) in enumerate(titles):
         points = [(event["round"], scale * event[key]) for event in rounds if event.get(key) is not None]
-        if len(points) > 1:
-            series = [Series(title, points[-MAX_TREND_POINTS:], place)]
-            top = 1.0 if key == accuracy else max(y for _, y in points)
-            chart = Chart(title, "round", label, series, is_percent=key == accuracy, y_range=(0.0, top))
-            charts.append(chart)
+        top, label = (1.0, "accuracy (%)") if key == "share" else (max([y for _, y in points], default=1.0), "kB")
+        series = [Series(title, points[-MAX_TREND_POINTS:], place)]
+        chart = Chart(title, "round", label, series, is_percent=key == "share", y_range=(0.0, top))
+        charts += [chart] if len(points) > 1 else []
     return charts
 
 

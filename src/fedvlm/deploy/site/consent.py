@@ -5,7 +5,8 @@ is found, and a ledger that was changed consents to nothing.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -129,23 +130,14 @@ def waiting_requests(folder: Path) -> list[Request]:
     if not policy.consent:
         return []
     paths = sorted((folder / REQUESTS_FOLDER).glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)
-    answered = [(path.stem, facts, read_answers(history, path.stem)) for path, facts in _read_requests(paths)]
-    return [
-        Request(plan, facts, tuple(answers.valid), policy.approvers)
-        for plan, facts, answers in answered
-        if not answers.refusal and not answers.is_granted(policy.approvers)
-    ]
-
-
-def _read_requests(paths: list[Path]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Yield requests that are what their name says; the server asks again for one that was damaged."""
+    requests = []
     for path in paths:
-        try:
+        answers = read_answers(history, path.stem)
+        with suppress(DataError, KeyError, TypeError):  # one that was damaged or changed: the server asks again
             stored = read_json(path)
-            if plan_hash(stored) == path.stem:
-                yield path, stored["facts"]
-        except (DataError, KeyError, TypeError):
-            continue
+            if plan_hash(stored) == path.stem and not answers.refusal and not answers.is_granted(policy.approvers):
+                requests.append(Request(path.stem, stored["facts"], tuple(answers.valid), policy.approvers))
+    return requests
 
 
 def find_request(folder: Path, plan: str) -> Request:
