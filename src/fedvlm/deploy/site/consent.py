@@ -25,7 +25,7 @@ from fedvlm.engines.client import make_client
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.lists import method_sentence
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.tune import make_candidates
+from fedvlm.runner.tune import possible_methods
 from fedvlm.storage.files import read_json, write_json
 from fedvlm.tensors import count_bytes
 
@@ -46,9 +46,8 @@ def plan_hash(spec: Mapping[str, Any]) -> str:
 def check_plan(spec: Mapping[str, Any], settings: Settings) -> None:
     """Refuse a training that is not part of the run it names: another seed, other settings, no candidate of tuning."""
     run = build(spec["run"]["identity"])
-    methods = [run.method, *(trial.method for trial in make_candidates(run)[0] if run.tune)]
     is_part = replace(settings, method=run.method, tune=run.tune).identity() == run.identity()
-    if not (is_part and settings.method in methods and spec["seed"] in run.seeds):
+    if not (is_part and settings.method in possible_methods(run) and spec["seed"] in run.seeds):
         raise ReportedError("request", "the training is not part of the run that the request names")
 
 
