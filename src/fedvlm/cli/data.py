@@ -133,7 +133,7 @@ def data_report(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Describe the data of all sites before training, on one HTML page.
+    """Describe the data of all sites before training.
 
     It counts samples, measures how far sites differ, and estimates whether federating helps each.
     """
