@@ -317,7 +317,8 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     """Measure the loss on the validation samples (or the training samples), and the correct ones there and in the test.
 
     At the `last` time also, but for a crowd, the metrics of the test rows, with what their diagrams
-    are drawn from, and in a simulation the rows' hits and the confusion matrix.
+    are drawn from, the correct ones if only classes of the client's training samples may be named, and in a
+    simulation the rows' hits and the confusion matrix.
     """
     val_rows, test = evaluation_rows(world, id)
     rows = np.concatenate([val_rows, test])
@@ -349,6 +350,10 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
         scores |= {key: score for key, score in compute_metrics(p, test_y).items() if key != "accuracy"}
         if is_final:
             scores |= diagram_data(p, test_y)
+            own_classes = torch.from_numpy(np.unique(world.y.numpy()[world.members[id].train]))
+            if 0 < len(own_classes) < p.shape[1]:
+                named = own_classes[test_logits[:, own_classes].argmax(dim=1)]
+                scores["own_class_hits"] = int((named == test_y).sum())
         if is_final and world.details:
             scores |= prediction_details(p, test_y)
             scores |= {} if test_groups is None else {"groups": _number_groups(test_groups)}

@@ -5,14 +5,31 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from fedvlm.deploy.flower.fleet import Unreachable, check_server, server_date
+import fedvlm
+from fedvlm.deploy.flower.network import (
+    Unreachable,
+    check_server,
+    clock_skew,
+    describe_proxy,
+    describe_skew,
+    find_proxy,
+    join_address,
+    server_date,
+    split_address,
+)
+from fedvlm.deploy.identity.certificates import (
+    CERTIFICATE_FILE,
+    find_certificate,
+    last_contact,
+    read_certificate,
+    read_own_certificate,
+)
 from fedvlm.deploy.identity.enrolment import server_days_left
-from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
+from fedvlm.deploy.kits import ServerKit, SiteKit, listen_address, read_server, read_site
 from fedvlm.deploy.operations import events
 from fedvlm.deploy.site.consent import describe_consent
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
@@ -22,6 +39,8 @@ from fedvlm.record import Record
 from fedvlm.storage.files import is_locked, read_json
 
 State = dict[str, Any]
+CONNECTED_SECONDS = 60.0  # since its last call that a site counts as connected
+ROUNDS_TO_FORECAST = 5  # whose time says how long the others take
 END_STATES = {"ended", "failed"}
 
 
@@ -43,26 +62,59 @@ def server_status(folder: Path) -> State:
 
     kit = read_server(folder)
     history = events.read_events(folder)
-    sites: dict[str, State] = {name: {"state": "not seen"} for name in kit.sites}
+    sites: dict[str, State] = {name: {"state": "not seen", "missed": 0} for name in kit.sites}
     run: State = {}
+    seconds: list[float] = []
     for event in history:
         kind, name = event["kind"], event.get("site")
         if kind == "begun":
             keys = ("method", "training", "rounds", "record")
-            run = {key: event.get(key) for key in keys} | {"state": "running", "round": 0}
+            run = {key: event.get(key) for key in keys} | {"state": "running", "round": 0, "total kB": 0.0}
+            seconds = []
+            for site_state in sites.values():
+                site_state["missed"] = 0
         elif kind == "round":
             run |= {key: event.get(key) for key in ("round", "share", "kB", "seconds")}
+            run["total kB"] = run.get("total kB", 0.0) + (event.get("kB") or 0.0)
+            seconds.append(event.get("seconds") or 0.0)
             for site in event.get("there", []):
-                sites.setdefault(site, {}).update(state="answers", why="", time=event["time"])
+                accuracy = event.get("results", {}).get(site)
+                sites.setdefault(site, {}).update(state="answers", why="", time=event["time"], accuracy=accuracy)
         elif kind in END_STATES:
             run |= {"state": kind, "why": event.get("why", "")}
         if name in sites and kind in ("connected", "refused", "missing"):
             sites[name].update(state=kind, why=event.get("why", ""), time=event["time"])
-            sites[name] |= {"samples": event["samples"]} if "samples" in event else {}
+            sites[name] |= {key: event[key] for key in ("samples", "version") if key in event}
+            sites[name]["missed"] += kind == "missing"
+    if run.get("state") == "running" and seconds:
+        run["seconds left"] = round(median(seconds[-ROUNDS_TO_FORECAST:]) * max(0, run["rounds"] - run["round"]))
+    for name, site_state in sites.items():
+        contact = last_contact(folder, name)
+        site_state["contact"] = contact and contact.isoformat(timespec="seconds")
+        certificate = find_certificate(folder, name)
+        site_state["certificate days"] = certificate and certificate.days_left
+        is_fresh = contact is not None and (datetime.now(UTC) - contact).total_seconds() < CONNECTED_SECONDS
+        if is_fresh and site_state["state"] == "not seen":
+            site_state["state"] = "connected"
+        site_state["connected"] = is_fresh
     return {
+        **machine_facts(folder),
+        "certificate days": server_days_left(folder),
         **{"who": "server", "address": kit.address, "up": is_server_up(kit), "run": run},
         **{"sites": sites, "last": history[-1] if history else None},
     }
+
+
+def _own_days_left(folder: Path) -> int | None:
+    """Return the days of a site's certificate; the key, which may need a passphrase, is not read."""
+    try:
+        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).days_left
+    except (FedVLMError, OSError):  # none yet, or damaged: the site says so when it starts
+        return None
+
+
+def machine_facts(folder: Path) -> State:
+    return {"version": fedvlm.__version__, "free bytes": shutil.disk_usage(folder).free}
 
 
 def site_status(folder: Path) -> State:
@@ -72,9 +124,15 @@ def site_status(folder: Path) -> State:
     budget = PrivacyBudget(ledger)
     out = [line for line in ledger.lines if line["direction"] == "out"]
     gains = [event for event in history if event["kind"] == "gained"]
+    opened = [event for event in history if event["kind"] == "opened"]
+    requests = [line for line in ledger.lines if line["direction"] == "in"]
     refused = [line for line in ledger.lines if line["direction"] == "refused"]
     return {
         **{"who": "site", "name": kit.name, "address": kit.address, "up": is_locked(folder / ".lock")},
+        **machine_facts(folder),
+        "certificate days": _own_days_left(folder),
+        "training": opened[-1] if opened else None,
+        "last in": requests[-1]["time"] if requests else None,
         "trainings": f"{len(budget.trainings)} of {policy.trainings}",
         "rounds": f"{budget.rounds.total()} of {policy.all_rounds}",
         "bytes out": sum(line["bytes"] for line in out),
@@ -145,7 +203,6 @@ def list_runs(folder: Path) -> list[State]:
 
 MIN_FREE_BYTES = 1 << 30  # bytes that should be free
 EXPIRY_WARNING_DAYS = 30  # days of a certificate that are few
-MAX_CLOCK_SKEW_SECONDS = 60.0  # seconds that clocks may differ by
 
 
 @dataclass(frozen=True)
@@ -185,7 +242,6 @@ def _common_checks(folder: Path) -> Iterator[tuple[str, Check]]:
 def _check_versions() -> str:
     from importlib.metadata import version
 
-    import fedvlm
     from fedvlm.engines import flower as api
 
     api.import_flower()
@@ -209,15 +265,26 @@ def _check_permissions(folder: Path) -> str:
 
 
 def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
-    host, _, port = kit.address.rpartition(":")
-    yield "name", lambda: _check_name(host)
-    yield "port", lambda: _check_port(kit, int(port))
+    yield "name", lambda: _check_name(kit.address)
+    yield "port", lambda: _check_port(kit)
     yield "certificate", lambda: _check_expiry(server_days_left(kit.folder), "fedvlm deploy renew")
     yield "sites", lambda: _check_sites(kit)
+    yield "proxy", lambda: _check_proxy(kit.address)
     yield "from outside", lambda: _check_reachable(kit.address, kit.folder)
 
 
-def _check_name(host: str) -> str:
+def _check_proxy(address: str) -> str:
+    """Check the settings of a proxy, and name the one that is used."""
+    proxy = find_proxy(address)
+    if not proxy:
+        return f"none is used for {address} (by HTTPS_PROXY and NO_PROXY)"
+    return f"{describe_proxy(proxy)} is used for {address} (by HTTPS_PROXY)"
+
+
+def _check_name(address: str) -> str:
+    host, _ = split_address(address)
+    if find_proxy(address):
+        return f"{host} is resolved by the proxy"
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError as error:
@@ -227,19 +294,21 @@ def _check_name(host: str) -> str:
     return f"{host} is {', '.join(addresses)}"
 
 
-def _check_port(kit: ServerKit, port: int) -> str:
+def _check_port(kit: ServerKit) -> str:
+    host, port = listen_address(kit)
+    place = join_address(host, port)
     if is_locked(kit.folder / ".lock"):
-        return f"{port} is served by this folder's server"
-    with socket.socket() as listener:
+        return f"{place} is served by this folder's server"
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", port))
+            listener.bind((host, port))
         except OSError as error:
             raise CheckFailed(
-                f"{port} is taken ({error.strerror}); stop the other program, or choose another port in server.toml "
-                "and in the kits"
+                f"the server cannot listen on {place} ({error.strerror}); stop the other program, or set another "
+                "`listen` in server.toml, with an address of this machine"
             ) from error
-    return f"{port} is free; the server is not running"
+    return f"{place} is free; the server is not running"
 
 
 def _check_expiry(days: int, remedy: str) -> str:
@@ -257,32 +326,34 @@ def _check_sites(kit: ServerKit) -> str:
 
 
 def _check_reachable(address: str, folder: Path) -> str:
-    """Check that the server answers by the name that sites use, with its certificate and a right clock."""
+    """Check that the server answers by the name that sites use, with its certificate."""
     try:
         check_server(address, folder / "ca.crt")
     except Unreachable as error:
         remedy = "start the server, and open the port in firewalls on the way"
         raise CheckFailed(f"{error}; {remedy}") from error
-    server_time = parsedate_to_datetime(server_date(address, folder / "ca.crt"))
-    skew = (datetime.now(UTC) - server_time).total_seconds()
-    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
-        raise CheckFailed(f"its clock and this machine's differ by {skew:.0f} s; set them by NTP")
-    return f"{address} answers with the right certificate; clocks differ by {abs(skew):.0f} s"
+    return f"{address} answers with the right certificate"
+
+
+def _check_clock(kit: SiteKit) -> str:
+    skew = clock_skew(server_date(kit.address, kit.folder / "ca.crt"))
+    if problem := describe_skew(skew):
+        raise CheckFailed(problem)
+    return f"it differs from the server's by {abs(skew):.0f} s"
 
 
 def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
-    host = kit.address.rpartition(":")[0]
-    yield "name", lambda: _check_name(host)
+    yield "name", lambda: _check_name(kit.address)
+    yield "proxy", lambda: _check_proxy(kit.address)
     yield "certificate", lambda: _check_expiry(_certificate_days(kit), f"fedvlm deploy renew {kit.folder}")
     yield "server", lambda: _check_reachable(kit.address, kit.folder)
+    yield "clock", lambda: _check_clock(kit)
     yield "encoder", lambda: _check_encoder(kit)
     yield "images", lambda: _check_images(kit)
     yield "policy", lambda: _check_policy(kit)
 
 
 def _certificate_days(kit: SiteKit) -> int:
-    from fedvlm.deploy.identity.certificates import read_own_certificate
-
     return read_own_certificate(kit.folder).days_left
 
 

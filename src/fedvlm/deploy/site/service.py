@@ -8,6 +8,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+import fedvlm
 from fedvlm import tensors
 from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
@@ -18,10 +19,9 @@ from fedvlm.deploy.flower.fleet import (
     FleetClient,
     NotAdmitted,
     Stopped,
-    Unreachable,
-    check_server,
     serve_requests,
 )
+from fedvlm.deploy.flower.network import Unreachable, check_server
 from fedvlm.deploy.identity.certificates import describe_validity, federation_id, read_own_certificate
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
@@ -41,7 +41,7 @@ from fedvlm.deploy.messages import (
     public_encoder_name,
     training_key,
 )
-from fedvlm.deploy.operations.events import EventLog, EventLogger
+from fedvlm.deploy.operations.events import EventLog, EventLogger, validation_accuracy
 from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.deploy.site.consent import (
     check_consent,
@@ -61,7 +61,7 @@ from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import fit_calibration
+from fedvlm.runner.training import fit_calibration, fit_client_novelty
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
@@ -94,6 +94,7 @@ class Site:
         self.sums = SumMember(kit, self.sign, federation, self)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
+        self.accuracy: float | None = None  # on its validation samples, of the last round; for its people's eyes
         self.n_unsigned, self.last_unsigned_log = 0, -UNSIGNED_LOG_SECONDS
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
@@ -154,6 +155,7 @@ class Site:
         spends = site_training.upload_cost if kind == "upload" else 0.0
         self.budget.admit(policy, kind, key, spends)
         reply, state = self.handler.answer(request, state)
+        self.accuracy = validation_accuracy(reply.header["scores"])
         scores, described = policy.allowed_scores(reply.header["scores"]), reply.header["described"]
         if site_training.is_trial:  # counts of correct validation samples are enough to choose by
             scores = {name: scores[name] for name in SCORE_COUNTS}
@@ -199,8 +201,10 @@ class Site:
         self.budget.count_line(entry)
         if fields and "error" not in details:
             names = list(reply.arrays) or ["a signature" if fields.kind in SUM_KINDS else "scores only"]
-            activity = ACTIVITIES.get(fields.kind, f"round {fields.round}")
-            self.log_event("sent", what=activity, bytes=len(data), fields=names)
+            number = fields.round + 1 if fields.kind in ("round", "sum") else None
+            activity = ACTIVITIES.get(fields.kind, f"round {number}")
+            facts = {"round": number, "share": self.accuracy if fields.kind == "round" else None}
+            self.log_event("sent", what=activity, bytes=len(data), fields=names, **facts)
         return reply
 
     def _count_unsigned(self) -> None:
@@ -242,10 +246,12 @@ class Site:
             # Members of a verified sum add up their counts, and tell nobody their own.
             "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
+            "software": fedvlm.__version__,
         }
         self.log_event(
             "opened",
             method=settings.method.name,
+            rounds=settings.method.rounds,
             samples=len(member.train),
             validation=len(member.validation),
             classes=len(set(site_training.labels.tolist())),
@@ -326,7 +332,14 @@ class Site:
             return
         calibrated = fit_calibration(world, sent, local, training.id)
         classifier = Personalised(
-            world.method, world.frozen, sent, local, training.id, site_training.encoder, calibrated
+            world.method,
+            world.frozen,
+            sent,
+            local,
+            training.id,
+            site_training.encoder,
+            calibrated,
+            novelty=fit_client_novelty(world, training.id),
         )
         measured = measure(world, sent, local, training.id)
         counts = measured["test_rows"], measured["test_hits"]
@@ -356,20 +369,21 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
     with exclusive_lock(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"):
         until = describe_validity(certificate.days_left, kit.folder)
         site.log_event("connecting", site=kit.name, address=kit.address, until=until)
-        if not _wait_for_server(kit, site.log_event, stop):
-            return
-        client = FleetClient(kit.address, kit.folder, stop)
+        client = None
         try:
-            client.connect()
-            serve_requests(client, site.answer, site.log_text)
-        except (NotAdmitted, CallRefused) as error:
+            if _wait_for_server(kit, site.log_event, stop):
+                client = FleetClient(kit.address, kit.folder, stop)
+                client.connect()
+                serve_requests(client, site.answer, site.log_text)
+        except FederationError as error:
             reason = describe_refusal(kit, error)
             site.log_text(reason)
             raise FederationError(reason) from error
         except Stopped:
             return
         finally:
-            client.disconnect()
+            if client is not None:
+                client.disconnect()
 
 
 def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
@@ -389,10 +403,14 @@ def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
 
 def describe_refusal(kit: SiteKit, error: Exception) -> str:
     """Explain why the server does not admit this site, with the remedy."""
+    if not isinstance(error, NotAdmitted | CallRefused):
+        return str(error)
     cause = (
         "its key is not known there, because it was revoked or renewed, has expired, or is of another federation: ask "
         "the server's people, who see it by `fedvlm deploy keys`"
     )
-    if isinstance(error, CallRefused):
+    if isinstance(error, NotAdmitted) and error.clock:
+        cause = error.clock
+    elif isinstance(error, CallRefused):
         cause = "a copy of the kit is connected, or was a minute ago: stop the copy, and start the site again"
     return f"site {kit.name} is not admitted at {kit.address}; {cause} ({error})"
