@@ -150,9 +150,9 @@ def test_each_round_lacks_another_third_of_the_sites(federation, start_run, tmp_
     with frozen(federation.sites["sketch"]):
         run_thread.wait_for(lambda lines: len(lines) == 3)
     policy = federation.site("art") / "policy.toml"
-    policy.write_text(example_policy(("fedavg",)))
+    policy.write_text(example_policy(("fedavg",), plain=True))
     run_thread.wait_for(lambda lines: len(lines) == 4)
-    policy.write_text(example_policy())
+    policy.write_text(example_policy(plain=True))
     run_thread.join(300)
     federation.rules(deadline=240.0)
     assert run_thread.error is None and run_thread.result is not None

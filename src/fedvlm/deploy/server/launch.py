@@ -25,6 +25,7 @@ from fedvlm.deploy.server.run import (
     JOIN_RESULT_FILE,
     RUN_REQUEST_FILE,
     check_deployable,
+    choose_mode,
     stated_settings,
     with_rules,
 )
@@ -131,6 +132,7 @@ def run_over_sites(
 
     `rules` override quorum, deadline and wait of server.toml for this run.
     """
+    settings = choose_mode(kit, settings)
     check_deployable(with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
     folder = out or kit.folder / "runs" / default_name(about, None)
@@ -294,9 +296,12 @@ def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rul
             f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; at most 32 are "
             "allowed: set a smaller clients.count"
         )
-    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
+    plain = not settings.channel.verified
+    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, plain=plain, **rules)
     for id in ids:
         path = place / f"site-{id}" / "site.toml"
         write_file(path, path.read_bytes() + to_toml({"plays": id}).encode())
-        write_file(path.with_name(POLICY), example_policy((ALL_METHODS,)).encode())  # nobody's data but the owner's
+        write_file(
+            path.with_name(POLICY), example_policy((ALL_METHODS,), plain).encode()
+        )  # nobody's data but the owner's
     return read_server(place / "server")
