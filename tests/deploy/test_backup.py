@@ -75,6 +75,19 @@ def test_any_damage_of_a_backup_is_refused_and_leaves_nothing(kits, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tar", "kept.tar", "kits"]
 
 
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("name", ["extra.txt", ".node", "state/more"])
+def test_a_member_that_the_index_does_not_list_is_refused(kits, tmp_path, kind, name):
+    write_backup(kits / "site-a", tmp_path / "kept.tar")
+    with tarfile.open(tmp_path / "kept.tar", "a") as archive:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, "site.toml"
+        archive.addfile(member)
+    with pytest.raises(DataError, match=r"holds '[a-z./]+', which is not in its index|not a complete backup"):
+        restore_backup(tmp_path / "kept.tar", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
 def test_nothing_is_overwritten_and_nothing_in_use_is_copied(kits, tmp_path):
     (tmp_path / "there").write_text("x")
     with pytest.raises(SettingsError, match="exists already"):

@@ -13,6 +13,7 @@ from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors
 
 NAN, INF = float("nan"), float("inf")
+SENTENCE = "<img src=x onerror=alert(1)> patient Jane Doe: see http://example.org"
 METHOD = {"name": "fedot", "rounds": 1, "lr": 1e-3}
 
 
@@ -60,6 +61,9 @@ def with_one(value):
 
 OPEN = {
     "another encoder": set_field("encoder", value="toy@9"),
+    "a sentence as encoder": set_field("encoder", value=f"{SENTENCE}@0"),
+    "a sentence as template": set_field("template", value=SENTENCE),
+    "a sentence as tensor": set_field("local", value=[SENTENCE]),
     "an encoder that is no word": set_field("encoder", value=["toy@0"]),
     "other classes": set_field("classes", value=["ant", "bee", "cat", "cow"]),
     "no classes": set_field("classes", value=[]),
@@ -115,6 +119,8 @@ ROUND = {
     "scores that are a list": set_field("scores", value=[1, 2]),
     "scores of single rows": set_field("scores", "hits", value="ff"),
     "an infinite number told": set_field("described", "condition", value=INF),
+    "a sentence told": set_field("described", SENTENCE, value=1.0),
+    "an error in its own words": set_field("error", value={"code": SENTENCE, "numbers": {SENTENCE: 1}}),
     "a word told": set_field("described", "condition", value="fine"),
     "another client's name": set_field("client", value="photo"),
     "no client": delete_field("client"),
@@ -176,6 +182,8 @@ def test_a_lie_stops_nobody_and_is_not_accepted(place, kind, lie, request):
     result = run(place, request.node.callspec.id.replace(" ", "-").replace(":", ""), kind, lie)
     [line] = result.rounds
     honest_sites = ["art", "photo"]
+    texts = [path.read_text() for path in [*result.folder.rglob("*.json*"), *place.kit.folder.glob("*.jsonl")]]
+    assert texts and not any("Jane" in text for text in texts)  # a site's own words do not enter the record
     if kind == "adapt":
         assert sorted(end(result)) == honest_sites
         return

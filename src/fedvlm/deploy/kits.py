@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
-from fedvlm.deploy.flower.access import SECRET_FILE as CONTROL
-from fedvlm.deploy.flower.access import new_secret
 from fedvlm.deploy.identity.certificates import CERTIFICATE_FILE as CERTIFICATE
 from fedvlm.deploy.identity.certificates import (
     SITES_FOLDER,
@@ -39,6 +37,7 @@ from fedvlm.storage.files import (
     exclusive_lock,
     explain_os_errors,
     make_private_folder,
+    read_json,
     to_toml,
     write_file,
     write_index,
@@ -48,6 +47,9 @@ SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join
 KIT_FORMAT = 2  # of server.toml, site.toml and the messages between them
 REFERENCE_FILE = "reference.safetensors"  # in the server's folder, for methods that need one
+RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is asked for
+RUN_STATES_FILE = "run-states.json"  # in the server's folder: "running" or "ended" for each run since its start
+STOP_FILE = "stop.json"  # in the server's folder: the runs to stop
 K = TypeVar("K")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
@@ -142,7 +144,6 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     write_secret(central / "signing.key", signing)
     for name in ("server.key", "ca.key"):
         write_secret(central / name, papers[name])
-    write_secret(central / CONTROL, new_secret())
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),
@@ -254,15 +255,23 @@ def restore_backup(file: Path, folder: Path) -> int:
             with tarfile.open(file, "r:") as archive:
                 archive.extractall(made, filter="data")
             bad = check_index(made)
-            extra = _relative_files(made) - {INDEX_FILE}
+            files = _relative_files(made) - {INDEX_FILE}
+            unlisted = {
+                str(path.relative_to(made)) for path in made.rglob("*") if not path.is_dir() or path.is_symlink()
+            }
+            unlisted -= {INDEX_FILE, *read_json(made / INDEX_FILE)["files"]}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
             raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
             name, problem = next(iter(bad.items()))
             raise DataError(f"{file} is damaged: {name} {problem}; use another backup")
+        if unlisted:
+            raise DataError(
+                f"{file} holds {min(unlisted)[:80]!r}, which is not in its index: somebody added it; use another backup"
+            )
         (made / INDEX_FILE).unlink()
         made.rename(folder)
-    return len(extra)
+    return len(files)
 
 
 def _relative_files(folder: Path) -> set[str]:

@@ -53,6 +53,10 @@ def _check_scores(scores: dict[str, int | float]) -> dict[str, int | float]:
 Text = Annotated[str, StringConstraints(max_length=200), AfterValidator(_check_printable)]
 Statement = Annotated[str, StringConstraints(max_length=MAX_STATEMENT_CHARS), AfterValidator(_check_printable)]
 Texts = Annotated[list[Text], Field(max_length=100_000)]
+# What a site sends of these enters the record, so a sentence is no such name.
+EncoderName = Annotated[str, StringConstraints(pattern=r"^(\w[\w.+-]{0,63}@)?[\w.+-]{1,80}$")]
+TensorNames = Annotated[list[Annotated[str, StringConstraints(pattern=r"^[\w./ -]{1,40}$")]], Field(max_length=10_000)]
+DescribedName = Annotated[str, StringConstraints(pattern=r"^[\w ]{1,40}$")]
 Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -151,11 +155,11 @@ class OpenReply(Header):
 
     client: Text
     opened: Key
-    encoder: Text
+    encoder: EncoderName
     classes: Texts
     dim: PositiveCount
     scale: Number
-    local: Texts
+    local: TensorNames
     samples: SampleCounts
     template: Text = ""  # of methods that learn prompts
 
@@ -168,7 +172,7 @@ class RoundReply(Header):
     uploads: bool
     releases: Count
     scores: Annotated[dict[str, Count | Number], AfterValidator(_check_scores)]
-    described: Annotated[dict[Text, Number], Field(max_length=32)]
+    described: Annotated[dict[DescribedName, Number], Field(max_length=32)]
 
 
 class PastUpload(Fields):

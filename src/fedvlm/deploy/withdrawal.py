@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
 def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int, Tensors]]]:
     """Return the site that signed the file, and its uploads by training and round."""
     try:
-        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES))
+        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
         fields = parse(Withdrawal, message.header, "the withdrawal")
         check_arrays(message)
     except OSError as error:

@@ -5,8 +5,11 @@ message, whoever may reach the port.
 """
 
 import ipaddress
+import os
+import sys
 from base64 import b64decode, b64encode
 from datetime import UTC, datetime, timedelta
+from getpass import getpass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ CERTIFICATE_DAYS = 365  # a certificate lasts
 ROOT_CERTIFICATE_DAYS = 3650  # and the root that the server's are made by: sites need no new one meanwhile
 ROOT_NAME = "fedvlm federation"
 MESSAGE_PREFIX = b"fedvlm parcel\n"  # so that no other signature of the same key fits
+PASSPHRASE_VARIABLE = "FEDVLM_KEY_PASSPHRASE_FILE"  # names a file with the passphrase of all key files
 
 
 def _require_cryptography() -> Any:
@@ -52,9 +56,8 @@ def create_server_certificate(
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    root: Any = load_pem_private_key(ca_key, None)
+    root = load_private_key(ca_key, "ca.key")
     server_key = ec.generate_private_key(ec.SECP256R1())
     loopback_names = {"localhost", "127.0.0.1"}  # Flower's own processes on the server reach it there
     names = x509.SubjectAlternativeName([_alternative_name(name) for name in sorted({host, *loopback_names})])
@@ -95,8 +98,50 @@ def _pem() -> Any:
 def _private_pem(key: Any) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
-    form = serialization.PrivateFormat.PKCS8
-    return bytes(key.private_bytes(_pem(), form, serialization.NoEncryption()))
+    encryption: Any = serialization.NoEncryption()
+    if PASSPHRASE_VARIABLE in os.environ:
+        encryption = serialization.BestAvailableEncryption(read_passphrase("the new key"))
+    return bytes(key.private_bytes(_pem(), serialization.PrivateFormat.PKCS8, encryption))
+
+
+def read_passphrase(name: object) -> bytes:
+    """Return the passphrase of key files from the file that the environment names, or ask for it."""
+    if path := os.environ.get(PASSPHRASE_VARIABLE):
+        try:
+            return Path(path).read_bytes().rstrip(b"\r\n")
+        except OSError as error:
+            raise SettingsError(f"{PASSPHRASE_VARIABLE} = {path} cannot be read ({error.strerror})") from error
+    if not sys.stdin.isatty():
+        raise SettingsError(f"{name} has a passphrase; write it to a file that {PASSPHRASE_VARIABLE} names")
+    passphrase = getpass(f"Passphrase of {name}: ").encode()
+    if sys.platform == "linux":  # processes that this one starts read it from its memory
+        descriptor = os.memfd_create("passphrase")
+        os.write(descriptor, passphrase)
+        os.environ[PASSPHRASE_VARIABLE] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return passphrase
+
+
+def load_private_key(data: bytes, name: object) -> Any:
+    """Load a private key, in OpenSSH's format or PKCS8; ask for its passphrase if it has one."""
+    _require_cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
+
+    load: Any = load_ssh_private_key if b"OPENSSH PRIVATE KEY" in data else load_pem_private_key
+    try:
+        try:
+            return load(data, None)
+        except TypeError:  # it has a passphrase
+            return load(data, read_passphrase(name))
+    except UnsupportedAlgorithm as error:
+        raise SettingsError(
+            f"{name} is encrypted as fedvlm cannot read it; ssh-keygen -p -m PKCS8 -f {name}"
+        ) from error
+    except ValueError as error:
+        raise SettingsError(
+            f"{name} is not a private key, or its passphrase is wrong ({error}); restore the folder as fedvlm "
+            f"wrote it, or correct the file that {PASSPHRASE_VARIABLE} names"
+        ) from error
 
 
 def certificate_expiry(path: Path) -> datetime:
@@ -126,6 +171,8 @@ def create_key_pair() -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP384R1())
+    if PASSPHRASE_VARIABLE in os.environ:
+        return _private_pem(key), _openssh(key.public_key())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
@@ -161,13 +208,10 @@ class Signer:
     """Sign messages with a private key file."""
 
     def __init__(self, path: Path, prefix: bytes = MESSAGE_PREFIX) -> None:
-        _require_cryptography()
-        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-
         self.prefix = prefix
         try:
-            self.key: Any = load_ssh_private_key(path.read_bytes(), None)
-        except (OSError, ValueError) as error:
+            self.key = load_private_key(path.read_bytes(), path)
+        except OSError as error:
             raise SettingsError(
                 f"{path} is not a private key ({error}); restore the folder as fedvlm wrote it"
             ) from error

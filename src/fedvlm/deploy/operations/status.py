@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
+from fedvlm.deploy.flower.fleet import Unreachable, check_server, server_date
 from fedvlm.deploy.identity.enrolment import server_days_left
 from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
 from fedvlm.deploy.operations import events

@@ -11,7 +11,9 @@ from fedvlm import tensors
 from fedvlm.channel import Channel
 from fedvlm.channel.validation import check_sample_count, tensor_schema
 from fedvlm.core import Tensors
+from fedvlm.data.catalogue import catalogue
 from fedvlm.data.splits import SPLITS
+from fedvlm.data.table import Dataset
 from fedvlm.deploy.identity.certificates import current_certificate, exclusion_reason
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
@@ -221,6 +223,11 @@ class RemoteEngine(FlowerEngine):
         header, expected_classes = message.header, self.spec["classes"]
         if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
+        if header.get("template", "") not in {"", *known_templates(self.spec["identity"]["source"])}:
+            raise FederationError(
+                "its prompt template is not in the experiment; name the template there, as source.templates, or remove "
+                "the site's own"
+            )
         if not header["scale"] > 0 or not header["classes"]:
             raise FederationError("the scale of its encoder, or its list of classes, is invalid")
         shape = (len(header["classes"]), header["dim"])
@@ -244,10 +251,10 @@ class RemoteEngine(FlowerEngine):
             if key == "encoder":
                 first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
             if not _is_close(first_value, theirs):
-                return (
-                    f"sites {first} and {name} do not have the same {key}: {str(first_value)[:80]!r} and "
-                    f"{str(theirs)[:80]!r}; all sites need the same encoder and classes"
-                )
+                # Words of a site stay out of the record; numbers and fingerprints may enter it.
+                is_word = key in ("classes", "local", "template")
+                values = "" if is_word else f": {str(first_value)[:80]!r} and {str(theirs)[:80]!r}"
+                return f"sites {first} and {name} do not have the same {key}{values}; all sites need the same {key}"
         first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
         if (
             tensor_schema(first_value) != tensor_schema(theirs)
@@ -269,6 +276,14 @@ class RemoteEngine(FlowerEngine):
             if reason := self.describe_difference(self.base, name):
                 self._reject(self.nodes.pop(name), name, reason)
         return super().round(number, tasks)
+
+
+def known_templates(source: Mapping[str, Any]) -> set[str]:
+    """Return the prompt templates that a record may hold: the experiment's own, else those of fedvlm's data sets."""
+    templates = source.get("templates")
+    if templates is not None:
+        return {templates} if isinstance(templates, str) else set(map(str, templates))
+    return {template for entry in catalogue().values() for template in entry.templates} | set(Dataset.templates)
 
 
 def known_nodes(kit: ServerKit) -> dict[str, int]:

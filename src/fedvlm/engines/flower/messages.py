@@ -20,6 +20,7 @@ from fedvlm.errors import FederationError
 Arrays = dict[str, NDArray[Any]]
 POLL_SECONDS = 0.1  # seconds between looks for replies
 SINGLE_RECORD_BYTES = 4 << 20  # bytes of arrays up to which a parcel travels in one piece
+MAX_ARRAYS = 10_000  # arrays of a message; 300,000 empty ones would take half a minute and 1 GB
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def from_records(records: Any, context: str) -> Message:
         if "parcel" in records:
             message = from_bytes(records["parcel"]["bytes"])
         else:
+            if len(records["arrays"]) > MAX_ARRAYS:
+                raise ValueError(f"it has more than {MAX_ARRAYS} arrays")
             arrays = {key: value.numpy() for key, value in records["arrays"].items()}
             message = Message(json.loads(records["header"]["json"]), arrays)
         if not isinstance(message.header, dict):
@@ -90,12 +93,11 @@ def read_context_state(context: Any, context_name: str) -> Message:
 def collect_replies(
     grid: Any, ids: Iterable[str], seconds: float | None, is_complete: Callable[[], bool] = lambda: False
 ) -> Iterator[Any]:
-    """Yield replies as they come, until all are there, or `is_complete`, or time is up (`until`, also for half a
-    reply)."""
+    """Yield replies as they come, until all are there, or `is_complete`, or time is up."""
     waiting = set(ids)
-    grid.until = inf if seconds is None else monotonic() + seconds
+    end = inf if seconds is None else monotonic() + seconds
     while waiting:
-        over = monotonic() > grid.until
+        over = monotonic() > end
         for message in grid.pull_messages(list(waiting)):
             waiting.discard(message.metadata.reply_to_message_id)
             yield message
@@ -112,10 +114,13 @@ def to_bytes(message: Message) -> bytes:
     return save(contiguous, metadata={"header": words})
 
 
-def from_bytes(data: bytes) -> Message:
+def from_bytes(data: bytes, max_arrays: float = MAX_ARRAYS) -> Message:
+    """Return the message; refuse one with too many arrays before it is parsed."""
     from safetensors.numpy import load
 
     size = int.from_bytes(data[:8], "little")
+    if data.count(b"{", 8, 8 + size) > max_arrays:  # each array has one, and so has each table in the header
+        raise ValueError(f"it has more than {max_arrays} arrays")
     header, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["header"])
     arrays = load(data)  # in an order of its own
     if sorted(names) != sorted(arrays):
