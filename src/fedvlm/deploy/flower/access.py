@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.deploy.identity.certificates import SITES_FOLDER as CERTIFICATES
-from fedvlm.deploy.identity.certificates import SiteCertificate, admitted_sites, current_certificate
+from fedvlm.deploy.identity.certificates import SiteCertificate, admitted_sites, current_certificate, record_contact
 from fedvlm.deploy.identity.keys import Signer, load_public_key
 from fedvlm.errors import FedVLMError
 
@@ -83,6 +83,8 @@ class SiteKeys:
             key.verify(signature, single_header(scope, "flwr-timestamp"), ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, KeyError, ValueError):
             return False
+        if not certificate.invalid_reason:
+            record_contact(self.folder, certificate.site)
         return not certificate.invalid_reason
 
     def refresh(self, scope: Scope) -> None:

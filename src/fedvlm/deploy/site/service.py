@@ -8,6 +8,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+import fedvlm
 from fedvlm import tensors
 from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
@@ -41,7 +42,7 @@ from fedvlm.deploy.messages import (
     public_encoder_name,
     training_key,
 )
-from fedvlm.deploy.operations.events import EventLog, EventLogger
+from fedvlm.deploy.operations.events import EventLog, EventLogger, validation_accuracy
 from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.deploy.site.consent import (
     check_consent,
@@ -94,6 +95,7 @@ class Site:
         self.sums = SumMember(kit, self.sign, federation, self)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
+        self.accuracy: float | None = None  # on its validation samples, of the last round; for its people's eyes
         self.n_unsigned, self.last_unsigned_log = 0, -UNSIGNED_LOG_SECONDS
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
@@ -154,6 +156,7 @@ class Site:
         spends = site_training.upload_cost if kind == "upload" else 0.0
         self.budget.admit(policy, kind, key, spends)
         reply, state = self.handler.answer(request, state)
+        self.accuracy = validation_accuracy(reply.header["scores"])
         scores, described = policy.allowed_scores(reply.header["scores"]), reply.header["described"]
         if site_training.is_trial:  # counts of correct validation samples are enough to choose by
             scores = {name: scores[name] for name in SCORE_COUNTS}
@@ -199,8 +202,10 @@ class Site:
         self.budget.count_line(entry)
         if fields and "error" not in details:
             names = list(reply.arrays) or ["a signature" if fields.kind in SUM_KINDS else "scores only"]
-            activity = ACTIVITIES.get(fields.kind, f"round {fields.round}")
-            self.log_event("sent", what=activity, bytes=len(data), fields=names)
+            number = fields.round + 1 if fields.kind in ("round", "sum") else None
+            activity = ACTIVITIES.get(fields.kind, f"round {number}")
+            facts = {"round": number, "share": self.accuracy if fields.kind == "round" else None}
+            self.log_event("sent", what=activity, bytes=len(data), fields=names, **facts)
         return reply
 
     def _count_unsigned(self) -> None:
@@ -242,10 +247,12 @@ class Site:
             # Members of a verified sum add up their counts, and tell nobody their own.
             "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
+            "software": fedvlm.__version__,
         }
         self.log_event(
             "opened",
             method=settings.method.name,
+            rounds=settings.method.rounds,
             samples=len(member.train),
             validation=len(member.validation),
             classes=len(set(site_training.labels.tolist())),
