@@ -25,7 +25,8 @@ def init(
     folder: Annotated[Path, typer.Argument(help="New folder of the federation.")],
     sites: Annotated[str, typer.Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
     host: Annotated[str, typer.Option(help="Address at which sites reach the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the server.")] = 8443,
+    port: Annotated[int, typer.Option(help="Port at which sites reach the server.")] = 8443,
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
     plain: Annotated[bool, typer.Option("--plain", help="Let runs ask for single uploads without noise.")] = False,
 ) -> None:
     """Create the server's folder and an invitation for sites.
@@ -38,7 +39,8 @@ def init(
     from fedvlm.deploy.site.policy import PLAIN_RISK
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    central, *kits = write_kits(folder, names, host, port, plain=plain)
+    options: dict[str, Any] = {"plain": plain, **({"listen": listen} if listen else {})}
+    central, *kits = write_kits(folder, names, host, port, **options)
     typer.echo(f"{central}: keep this folder on the server")
     typer.echo(f"{central / INVITATION_FILE}: send this to each site that joins; it contains no secret")
     for path in kits:
