@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from statistics import fmean
 from typing import Any
 
@@ -171,6 +172,7 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
 
 MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
 
@@ -285,8 +287,20 @@ class DeployedRun:
         engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
         )
+        engine.opening = self.opening_token(file_name(training, seed), is_trial=tuning is not None)
         engine.wait_for_sites()
         return engine
+
+    def opening_token(self, name: str, is_trial: bool) -> str:
+        """Return what tells a site whether a training begins or is resumed; a tuning search goes on for ever."""
+        if is_trial:
+            return "tuning"
+        path, place = self.kit.folder / OPENINGS_FILE, f"{self.record.folder.resolve()}/{name}"
+        openings = dict(read_json(path)) if path.exists() else {}
+        has_begun = any(self.record.folder.glob(f"trainings/{name}.*"))
+        if not (has_begun and place in openings):
+            write_json(path, openings := {**openings, place: token_hex(8)})
+        return str(openings[place])
 
     @cached_property
     def run_plan(self) -> dict[str, Any]:
@@ -341,7 +355,7 @@ class DeployedRun:
         names = [training.name for training in trainings]
         dropped = dict.fromkeys(settings.seeds, 0)
         return {
-            **{"identity": settings.identity(), "memory": True, "notes": [describe_bound(settings)]},
+            **{"identity": settings.identity(), "memory": True, "notes": [describe_bound(settings), *engine.notes]},
             **build_manifest(site_facts, names, engine.counts, dropped),
             **{"sites": list(self.kit.sites), "local": about["local"]},
             **settings.statement,
