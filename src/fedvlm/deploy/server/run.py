@@ -33,6 +33,7 @@ from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
+from fedvlm.report.tables import table_cells
 from fedvlm.runner import tune
 from fedvlm.runner.load import encode, load, open_data, open_encoder_with_notes
 from fedvlm.runner.manifest import build_manifest
@@ -436,7 +437,10 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
 
     record = Record(Path(request["out"]), round_logger(log_event, settings.method.rounds))
     DeployedRun(grid, kit, settings, record, write_progress, log_event=log_event).run_all()
-    log_event("ended", record=str(record.folder))
+    head, body = table_cells([record])
+    cells = dict(zip(head[1:], body[0][1:], strict=True))  # the first column has its name
+    table = {column: cell for column, cell in cells.items() if column != "seeds"}
+    log_event("ended", record=str(record.folder), table=table)
 
 
 RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them
