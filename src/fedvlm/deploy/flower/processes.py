@@ -110,8 +110,8 @@ def _check_port_free(host: str, port: int) -> None:
         socket.create_server((host, port)).close()
     except OSError as error:
         raise FederationError(
-            f"the server cannot listen on port {port} ({os.strerror(error.errno or 0)}); is another server or program running there? "
-            "stop it, or change the port in server.toml"
+            f"the server cannot listen on port {port} ({os.strerror(error.errno or 0)}); is another server or program "
+            "running there? stop it, or change the port in server.toml"
         ) from error
 
 
