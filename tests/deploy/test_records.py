@@ -109,6 +109,8 @@ def test_a_running_server_is_backed_up_whole(kits, tmp_path):
         base.execute("create table node (id int)")
         base.commit()
 
+    Ledger(folder).add("out", 0)
+
     def work():
         while not stop.is_set():
             Ledger(folder).add("out", 0)
