@@ -255,8 +255,8 @@ POLICY_REFUSALS = {
     "class": "a class has fewer than {least} training samples, and the method uploads every class",
     "samples": "it has fewer than {least} training samples",
     "partition": "clients.shots and clients.ratios are chosen by the site, not by the server",
-    "upload": "the reply has {bytes} bytes, but this site sends at most {most}; raise max_upload_bytes in its policy, or "
-    "choose a method with smaller uploads or an encoder with fewer dimensions",
+    "upload": "the reply has {bytes} bytes, but this site sends at most {most}; raise max_upload_bytes in its policy, "
+    "or choose a method with smaller uploads or an encoder with fewer dimensions",
     "trainings": "all {most} trainings that this site allows have been opened",
     "rounds": "all {most} rounds that this site allows per training have been answered",
     "all rounds": "all {most} rounds that this site allows in total have been answered",

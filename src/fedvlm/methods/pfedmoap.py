@@ -30,7 +30,7 @@ class PFedMoAP(PromptSettings):
     experts: int = ranged_field(10, Range(2))  # K: a client's own prompt and the nearest others
     local_weight: float = ranged_field(0.5, NON_NEGATIVE)  # λ of the logits of the client's own prompt
     gate_dim: int = ranged_field(128, COUNT)  # dimensions of the attention; every d / 128-th of an embedding
-    gate_heads: int = ranged_field(8, COUNT)
+    gate_heads: int = ranged_field(8, COUNT)  # of the attention
     gate_scale: float = ranged_field(10.0, POSITIVE)  # of the attention's scores
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
