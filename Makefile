@@ -19,7 +19,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m 'deployed and not slow and not long'
 
 # Tests with kills or real processes can time out on a busy machine: they are retried once, and pytest reports the retry.
-test-all: $(VENV)/.dev browser tools
+test-all: $(VENV)/.dev browser tools page-tools
 	$(PARALLEL_PYTEST) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
 
@@ -39,6 +39,13 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } \
 	|| echo "no chromium: install chromium and chromium-driver; without them the tests of the page are skipped"
+
+# Programs that check the live page in tests; without npm or a network those tests are skipped.
+page-tools: build/page-tools/.done
+build/page-tools/.done: Makefile
+	@command -v npm >/dev/null && npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/page-tools \
+	axe-core@4.14.0 html-validate@10.9.0 && touch $@ \
+	|| echo "no npm, or no network: the checks of the live page by html-validate and axe are skipped"
 
 # Metrics and proxies are tested with the real programs; haproxy is in /usr/sbin.
 tools:

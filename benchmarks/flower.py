@@ -1,15 +1,18 @@
 """What fedvlm adds to a round of Flower, and rounds of both between real processes in one sitting.
 
     python benchmarks/flower.py              # the milliseconds we add, without processes
-    python benchmarks/flower.py --deployed   # with a SuperLink and SuperNodes: ours and a bare app
+    python benchmarks/flower.py --deployed   # with real processes: ours, and a bare app on Flower's own
+    python benchmarks/flower.py --sites 20   # ours with so many sites: seconds a round, and memory in all
 
 A head of 65 classes on embeddings of 512, 200 rows a site, 5 steps: FedOT, whose map of 512 x 512
 stays at its site. The bare app averages the same head with numpy and does nothing else; it runs on
-Flower's own SuperLink and SuperNode, which looks for messages every 3 s, and once every 0.3 s.
+Flower's own SuperLink and SuperNode, which looks for messages every 3 s.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -18,23 +21,20 @@ from statistics import median
 from time import perf_counter, sleep
 
 import numpy as np
+import psutil
 import torch
 from figures import report
 
 from fedvlm.deploy.flower.processes import (
-    CONNECTION_NAME,
     Process,
     flower_environment,
-    flower_home,
     free_port,
     is_server_up,
-    run_flwr,
     start_superlink,
-    write_connection,
 )
 from fedvlm.deploy.identity.certificates import current_certificate
 from fedvlm.deploy.kits import ServerKit, create_kits, read_server, read_site, to_toml, write_site
-from fedvlm.deploy.server.launch import FLOWER_APP, run_over_sites, running_processes, start_site
+from fedvlm.deploy.server.launch import run_over_sites, running_processes, start_site
 from fedvlm.deploy.server.run import DeployedRun
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.client import Task
@@ -99,8 +99,29 @@ def added(folder: Path, rounds: int = 20) -> None:
 
 
 BARE = {
-    "pyproject.toml": FLOWER_APP["pyproject.toml"].replace("fedvlm_app", "bare")
-    + '\n[tool.flwr.app.config]\nout = ""\nrounds = 3\n',
+    "pyproject.toml": """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "bare-app"
+version = "1.0.0"
+description = "an average over Flower"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedvlm"
+
+[tool.flwr.app.components]
+serverapp = "bare.server:app"
+clientapp = "bare.client:app"
+
+[tool.flwr.app.config]
+out = ""
+rounds = 3
+""",
     "bare/__init__.py": "",
     "bare/server.py": """\
 import json, time
@@ -158,12 +179,28 @@ def train(message, context):
 
 
 BIN = Path(sys.executable).parent
-LOOKS_OFTEN = """\
-from importlib import import_module
-from fedvlm.deploy.flower.supernode import Time
-import_module("flwr.supernode.start_client_internal").time = Time()
-import_module("flwr.supernode.cli").flower_supernode()
-"""
+CONNECTION_NAME = "bare"  # the name of the connection in Flower's own settings
+
+
+def flower_home(kit: ServerKit) -> Path:
+    return kit.folder / "flwr"
+
+
+def run_flwr(kit: ServerKit, *words: str) -> dict:
+    """Run Flower's command line and return its JSON answer."""
+    done = subprocess.run(
+        [str(BIN / "flwr"), *words, "--format", "json"],
+        cwd=flower_home(kit),  # Flower takes the name of a connection for a folder of that name
+        env=flower_environment(flower_home(kit)),
+        capture_output=True,
+        text=True,
+    )
+    return dict(json.loads(done.stdout[done.stdout.index("{") :]))
+
+
+def with_programs(home: Path) -> dict[str, str]:
+    """Return the environment in which Flower's processes find each other's programs."""
+    return flower_environment(home) | {"PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")])}
 
 
 def plain_link(kit: ServerKit) -> Process:
@@ -174,11 +211,13 @@ def plain_link(kit: ServerKit) -> Process:
         *("--ssl-keyfile", str(kit.folder / "server.key"), "--enable-supernode-auth"),
         *("--host", "127.0.0.1", "--port", kit.address.rpartition(":")[2]),
     ]
-    env = flower_environment(flower_home(kit), BIN)
+    env = with_programs(flower_home(kit))
     link = Process("superlink", command, kit.folder / "superlink.log", env)
     while not is_server_up(kit):
         sleep(0.1)
-    write_connection(kit)
+    connection = {"address": kit.address, "root-certificates": str(kit.folder.resolve() / "ca.crt")}
+    lines = [f'{key} = "{value}"' for key, value in connection.items()]
+    write_file(flower_home(kit) / "config.toml", "\n".join([f"[superlink.{CONNECTION_NAME}]", *lines]).encode())
     for name in SITES:
         key = flower_home(kit).resolve() / f"{name}.pub"
         write_file(key, current_certificate(kit.folder, name).key.encode())
@@ -198,7 +237,7 @@ def bare(folder: Path, rounds: int, node: list[str]) -> list[float]:
             command = [*node, "--root-certificates", str(site / "ca.crt")]
             command += ["--auth-supernode-private-key", str(site / "key")]
             command += ["--superlink", kit.address, "--port", str(free_port())]
-            env = flower_environment(site / "flwr", BIN)
+            env = with_programs(site / "flwr")
             running.append(Process(name, command, site / "supernode.log", env))
         config = to_toml({"out": str(out), "rounds": rounds}).replace("\n", " ").replace(" = ", "=")
         answer = run_flwr(kit, "run", str(folder / "app"), CONNECTION_NAME, "--run-config", config.strip())
@@ -213,22 +252,48 @@ def run_fedvlm(folder: Path, rounds: int) -> list[float]:
     with running_processes() as running:
         running.append(start_superlink(kit))
         running += [start_site(folder / "fed" / f"site-{name}") for name in SITES]
-        return [line["seconds"] for line in run_over_sites(kit, settings(rounds)).rounds]
+        wait_until_connected(folder)
+        start_time = perf_counter()
+        first_line: list[float] = []
+
+        def print_line(text: str) -> None:
+            first_line.append(perf_counter() - start_time)
+
+        result = run_over_sites(kit, settings(rounds), print_line=print_line)
+        trees = [psutil.Process(process.child.pid) for process in running]
+        processes = [child for tree in trees for child in (tree, *tree.children(recursive=True))]
+        memory = [process.memory_full_info().pss / 1e6 for process in processes]
+        report(
+            f"first line after {first_line[0]:.2f} s, {len(processes)} processes, {sum(memory):.0f} MB",
+            f"fedvlm, {len(SITES)} sites",
+            **{"first line s": first_line[0], "processes": len(processes), "MB": sum(memory)},
+        )
+        return [line["seconds"] for line in result.rounds]
+
+
+def wait_until_connected(folder: Path) -> None:
+    while not all((folder / "fed" / f"site-{name}" / ".node").exists() for name in SITES):
+        sleep(0.1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deployed", action="store_true")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--sites", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.sites:
+        SITES[:] = [f"s{number}" for number in range(args.sites)]
+        with tempfile.TemporaryDirectory() as place:
+            times = run_fedvlm(Path(place), args.rounds)
+        return report(f"{args.sites} sites: {median(times):.2f} s a round", f"{args.sites} sites", s=median(times))
     with tempfile.TemporaryDirectory() as place:
         added(Path(place))
     if not args.deployed:
-        return
+        return None
     kinds = {
         "bare app on Flower's SuperNode": lambda place: bare(place, args.rounds, [str(BIN / "flower-supernode")]),
-        "bare app that looks every 0.3 s": lambda place: bare(place, args.rounds, [sys.executable, "-c", LOOKS_OFTEN]),
         "fedvlm": lambda place: run_fedvlm(place, args.rounds),
     }
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
@@ -244,6 +309,7 @@ def main() -> None:
             name,
             **{"s a round": median(times), "times ours": median(times) / baseline},
         )
+    return None
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ORDER = [
     "data",
     "encoders",
     "evaluate.metrics",
+    "evaluate.findings",
     "channel",
     "engines",
     "evaluate",

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
 from time import monotonic, sleep
@@ -151,12 +152,34 @@ class Federation:
             assert self.sites[name].alive and monotonic() < end, self.sites[name].tail()
             sleep(0.05)
 
-    def received(self, name, number):
-        """Waits until a site's connection has taken the request of a round of the last run."""
-        log = self.site(name) / "supernode.log"
-        marker = f"ROUND {number}]"
-        while marker not in log.read_text().rpartition("ROUND 0]")[2]:
-            sleep(0.05)
+    @contextmanager
+    def busy(self, name):
+        """Keeps a site at work: it waits for its policy, which somebody has yet to write into a pipe."""
+        policy = self.site(name) / "policy.toml"
+        text = policy.read_bytes()
+        policy.unlink()
+        os.mkfifo(policy)
+
+        def await_reader(seconds=120.0):
+            end = monotonic() + seconds
+            while monotonic() < end:
+                with suppress(OSError):  # nobody reads yet
+                    pipe = os.open(policy, os.O_WRONLY | os.O_NONBLOCK)
+                    pipes.append(pipe)
+                    return
+                sleep(0.02)
+            raise AssertionError(f"{name} took no request")
+
+        pipes = []
+        try:
+            yield await_reader
+        finally:
+            policy.unlink()
+            policy.write_bytes(text)
+            for pipe in pipes:
+                with suppress(OSError):  # its reader was killed
+                    os.write(pipe, text)
+                os.close(pipe)
 
     def restart(self, name):
         """Kills a site and starts it again, and waits until it is back."""

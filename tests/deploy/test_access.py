@@ -4,15 +4,17 @@ import asyncio
 from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from threading import Timer
+from time import monotonic
 
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from fedvlm.deploy.flower import access, replace_attributes
-from fedvlm.deploy.flower.access import CONTROL_PREFIXES, SECRET_FILE, SITE_PATHS, TOKEN_HEADER, auth_token
+from fedvlm.deploy.flower import access
+from fedvlm.deploy.flower.access import PULL_PATH, SITE_PATHS, NewMessages
 from fedvlm.deploy.flower.processes import flower_environment
-from fedvlm.deploy.flower.server import install_middleware
+from fedvlm.deploy.flower.server import create_run, create_superlink, guard_superlink
 from fedvlm.deploy.identity import certificates
 from fedvlm.deploy.identity.certificates import certificate_path, issue_certificate
 from fedvlm.deploy.identity.enrolment import (
@@ -26,17 +28,13 @@ from fedvlm.deploy.identity.enrolment import (
 from fedvlm.deploy.identity.keys import Signer, create_key_pair
 from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
 from fedvlm.engines.flower import import_flower
-from fedvlm.errors import SettingsError
 
 import_flower()
-import flwr.superlink.extensions as extensions  # noqa: E402
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key  # noqa: E402
 from flwr.app import ConfigRecord  # noqa: E402
-from flwr.common.constant import NOOP_FLWR_AID  # noqa: E402
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse  # noqa: E402
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse, PullMessagesRequest  # noqa: E402
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest  # noqa: E402
 from flwr.proto.node_pb2 import Node  # noqa: E402
-from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType  # noqa: E402
 from flwr.supercore.date import now  # noqa: E402
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message  # noqa: E402
 from flwr.superlink.main import create_app  # noqa: E402
@@ -51,10 +49,14 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def app(folder, monkeypatch):
-    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)  # to be put back
-    install_middleware(folder)
-    return create_app()
+def new_messages(monkeypatch):
+    monkeypatch.setattr(access, "HOLD_SECONDS", 0.0)
+    return NewMessages()
+
+
+@pytest.fixture
+def app(folder, new_messages):
+    return guard_superlink(create_superlink(folder), folder, new_messages)
 
 
 def routes(app):
@@ -119,33 +121,6 @@ def test_without_the_gate_most_routes_are_open():
     assert ("POST", "/v1/control/start-run") in open
     assert ("POST", "/v1/runtime/acquire-task") in open
     assert ("GET", "/openapi.json") in open
-
-
-def test_the_secret_opens_control_and_runtime_from_this_machine_only(app, folder):
-    token_header = {TOKEN_HEADER: auth_token(folder)}
-    assert call(app, "/v1/control/list-runs", **token_header).status_code == 200
-    assert call(app, "/v1/control/list-runs", address="::1", **token_header).status_code == 200
-    assert call(app, "/v1/control/list-runs", address="192.0.2.7", **token_header).status_code == 403
-    for path in ("/docs", "/openapi.json", "/health", "/v1/fleet/register-node"):
-        assert call(app, path, "GET", **token_header).status_code == 403
-
-
-@pytest.mark.parametrize("token", ["", "x", SECRET_FILE, "0" * 64])
-def test_another_secret_opens_nothing(app, token):
-    for path in ("/v1/control/list-runs", "/v1/runtime/acquire-task"):
-        assert call(app, path, **{TOKEN_HEADER: token}).status_code == 403
-
-
-def test_the_secret_itself_is_not_what_is_shown(folder):
-    """Flower's SuperExec signs by it, so a word that was overheard takes no task."""
-    secret = (folder / SECRET_FILE).read_text()
-    assert len(secret) == 64 and secret != auth_token(folder)
-    assert (folder / SECRET_FILE).stat().st_mode & 0o777 == 0o600
-
-
-def test_a_missing_secret_is_named(tmp_path):
-    with pytest.raises(SettingsError, match=r"control.key cannot be read .* the user who owns"):
-        auth_token(tmp_path)
 
 
 def test_only_keys_of_the_federation_become_nodes(app, folder):
@@ -274,11 +249,6 @@ def test_a_websocket_is_closed(app):
     assert sent == ["websocket.close"]
 
 
-def test_another_flower_is_refused_by_name():
-    with pytest.raises(SettingsError, match="has no get_gateway"):
-        replace_attributes(extensions, get_gateway=None)
-
-
 def test_flower_is_not_told_to_open_more_ports(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_FLEET_API", "1")
@@ -289,7 +259,6 @@ def test_what_the_gate_names_is_there(app):
     """A route that Flower renamed would shut every site out."""
     paths = {path for _, path in routes(app)}
     assert paths >= SITE_PATHS
-    assert all(any(path.startswith(prefix) for path in paths) for prefix in CONTROL_PREFIXES)
 
 
 def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeypatch):
@@ -308,14 +277,39 @@ def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeyp
     assert activate(app, key_of(folder, "a")).status_code == 200
 
 
+def pull(app, folder, number):
+    headers, _ = signed(key_of(folder, "a"))
+    content = PullMessagesRequest(node={"node_id": number}).SerializeToString()
+    return call(app, PULL_PATH, content=content, **headers)
+
+
+def test_a_request_for_messages_waits_for_one_and_no_longer(app, folder, new_messages, monkeypatch):
+    number = ActivateNodeResponse.FromString(activate(app, key_of(folder, "a")).content).node_id
+    monkeypatch.setattr(access, "HOLD_SECONDS", 0.5)
+    started = monotonic()
+    assert pull(app, folder, number).content == b""
+    assert 0.5 <= monotonic() - started < 30
+    monkeypatch.setattr(access, "HOLD_SECONDS", 60.0)
+    timer = Timer(0.5, new_messages.announce)
+    started = monotonic()
+    timer.start()
+    assert pull(app, folder, number).status_code == 200
+    assert 0.4 <= monotonic() - started < 30
+
+
+def test_a_refused_request_for_messages_does_not_wait(app, folder, monkeypatch):
+    monkeypatch.setattr(access, "HOLD_SECONDS", 60.0)
+    started = monotonic()
+    assert call(app, PULL_PATH).status_code == 401
+    assert pull(app, folder, 17).status_code == 401  # a node that is not its own
+    assert monotonic() - started < 30
+
+
 def test_an_object_that_nobody_asked_for_is_refused(app, folder):
     """And one that its message has announced is not."""
     node = ActivateNodeResponse.FromString(activate(app, key_of(folder, "a")).content).node_id
     state = app.state.linkstate_factory.state()
-    run = state.create_run("f/a", "1", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP)
-    task = state.get_run_info(run_ids=[run])[0].primary_task_id
-    state.claim_task(task)
-    state.activate_task(task)
+    run, _ = create_run(state)
     content = ConfigRecord({"a": 1}).deflate()
     object_id = sha256(content).hexdigest()
 
@@ -326,8 +320,7 @@ def test_an_object_that_nobody_asked_for_is_refused(app, folder):
 
     assert push() == 404
     session = state.start_session(run)
-    state._object_push_sessions[session].pending_object_ids.add(object_id)
-    state.object_store.preregister(run, ObjectTree(object_id=object_id))
+    state.preregister_object_tree(ObjectTree(object_id=object_id), session)
     assert push() == 200
 
 
@@ -345,7 +338,7 @@ def test_sites_together_fill_no_more_than_their_part_of_the_memory(folder, monke
             await send({"type": "http.response.body"})
 
         keys = access.SiteKeys(folder, lambda scope, key: None)
-        middleware = access.AccessMiddleware(slow, "", keys)
+        middleware = access.AccessMiddleware(slow, keys, NewMessages())
 
         async def push(name, size):
             statuses = []

@@ -75,46 +75,32 @@ def test_a_process_that_begins_late_does_not_take_up_what_was_asked_for_since(pl
     assert not (place.kit.folder / ERROR_FILE).exists() and not (place.folder / "run").exists()
 
 
-def following(monkeypatch, kit, answers, *lists):
-    """How a waiting command ends that gets these answers from Flower's command line."""
-    statuses = list(lists)
+def following(monkeypatch, kit, answers, *states):
+    """How a waiting command ends that finds these states of its run."""
+    found = list(states)
     monkeypatch.setattr(launch, "STATUS_INTERVAL_SECONDS", -1.0)
     monkeypatch.setattr(launch, "sleep", lambda seconds: None)
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: answers)
-    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: statuses.pop(0))
+    monkeypatch.setattr(launch, "is_server_up", lambda kit: answers.pop(0))
+    monkeypatch.setattr(launch, "run_states", lambda kit: {"7": state} if (state := found.pop(0)) else {})
     with pytest.raises(FederationError) as error:
         launch.wait_for_run(kit, "7", lambda: False, lambda: None)
-    assert statuses == []
+    assert found == []
     return str(error.value)
 
 
-RUNS, TROUBLE = {"runs": [{"status": "running"}]}, {"error-message": "timeout; is it running?"}
-
-
 def test_a_server_that_went_away_is_named_to_whoever_waits(monkeypatch, place):
-    error = following(monkeypatch, place.kit, False, RUNS, TROUBLE)
+    error = following(monkeypatch, place.kit, [True, False], "running", "running")
     assert "no longer answers; start it: fedvlm deploy server" in error
 
 
-def test_a_server_that_is_slow_for_once_is_not_taken_for_the_end_of_a_run(monkeypatch, place):
-    lists = [RUNS, TROUBLE, TROUBLE, RUNS, {"runs": [{"status": "finished:failed"}]}]
-    error = following(monkeypatch, place.kit, True, *lists)
-    assert "ended without a result (finished:failed); repeat the command" in error
-
-
-def test_a_server_that_never_says_how_a_run_is_is_not_asked_for_ever(monkeypatch, place):
-    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * launch.MAX_STATUS_TRIES)
+def test_a_run_that_ends_without_a_result_is_told(monkeypatch, place):
+    error = following(monkeypatch, place.kit, [True] * 3, "", "running", "ended", "ended")
+    assert "ended without a result; repeat the command" in error
 
 
 def test_a_run_that_a_server_has_forgotten_is_ended(monkeypatch, place):
-    """Its database is a new one."""
-    assert "(unknown)" in following(monkeypatch, place.kit, True, RUNS, {"runs": []})
-
-
-def test_a_command_of_flower_that_never_ends_is_ended(monkeypatch, place):
-    processes.write_connection(place.kit)
-    monkeypatch.setattr(processes, "CLI_TIMEOUT_SECONDS", 0.01)
-    assert "did not answer in 0.01 s" in processes.run_flwr(place.kit, "list")["error-message"]
+    """It was started again."""
+    assert "was started again; repeat the command" in following(monkeypatch, place.kit, [True], "running", "")
 
 
 def test_the_signal_that_ended_a_process_is_named(tmp_path):

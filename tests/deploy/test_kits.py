@@ -1,11 +1,9 @@
 """Kits hold what a site needs and nothing of another's; certificates are refused in words."""
 
 import http.server
-import os
 import socket
 import ssl
 import stat
-import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.deploy.flower.processes import Unreachable, check_server
+from fedvlm.deploy.flower.fleet import Unreachable, check_server
 from fedvlm.deploy.identity.keys import Signer, Verifier, create_certificates
 from fedvlm.deploy.kits import create_kits, read_server, read_site, with_options, write_site
 from fedvlm.deploy.site.service import serve_site
@@ -215,9 +213,3 @@ def test_a_certificate_lasts_a_year():
     certificate = load_pem_x509_certificate(create_certificates("127.0.0.1")["server.pem"])
     remaining = certificate.not_valid_after_utc - datetime.now(UTC)
     assert timedelta(days=364) < remaining < timedelta(days=366)
-
-
-def test_processes_of_flower_at_a_site_import_no_torch():
-    code = "import sys, fedvlm.deploy.flower.site as c; c.create_client_app(); print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
-    assert out.stdout == "False\n", out.stderr

@@ -9,13 +9,13 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 
-from fedvlm.deploy.flower import access, port
-from fedvlm.deploy.flower.access import AccessMiddleware
+from fedvlm.deploy.flower import port
+from fedvlm.deploy.flower.access import AccessMiddleware, NewMessages
 from fedvlm.deploy.identity.keys import create_certificates
 from fedvlm.engines.flower.messages import MAX_ARRAYS, Message, from_bytes, to_bytes
 
-TOKEN = "0" * 64
-ALLOWED = f"GET /v1/control/x HTTP/1.1\r\nHost: x\r\n{access.TOKEN_HEADER}: {TOKEN}\r\n\r\n".encode()
+PATH = "/v1/fleet/push-messages"
+ALLOWED = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nsigned: yes\r\n\r\n".encode()
 
 
 async def hello(scope, receive, send):
@@ -33,7 +33,7 @@ class Served:
             (folder / name).write_bytes(content)
         self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         certificate = {"ssl_certfile": folder / "server.pem", "ssl_keyfile": folder / "server.key"}
-        app = AccessMiddleware(hello, TOKEN)
+        app = AccessMiddleware(hello, lambda scope: (b"signed", b"yes") in scope["headers"], NewMessages())
         self.server, self.listener = create(app, "127.0.0.1", 0, lifespan="off", log_config=None, **certificate)
         self.address = self.listener.getsockname()
         self.thread = threading.Thread(target=lambda: self.server.run([self.listener]))
@@ -137,7 +137,7 @@ def test_a_second_header_has_the_same_bounds(server):
 
 
 def test_a_body_that_takes_its_time_is_cut_off(server):
-    start = f"POST /v1/control/x HTTP/1.1\r\nHost: x\r\n{access.TOKEN_HEADER}: {TOKEN}\r\nContent-Length: 9000\r\n\r\n"
+    start = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nsigned: yes\r\nContent-Length: 9000\r\n\r\n"
     with server.connect() as slow:
         slow.sendall(start.encode())
         assert 0.5 < seconds_open(slow, lambda: slow.sendall(b"a")) < 5

@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-from importlib import import_module
 
 import httpx
 import pytest
 
-from fedvlm.deploy.flower.server import install_middleware
+from fedvlm.deploy.flower.access import NewMessages
+from fedvlm.deploy.flower.server import create_superlink, guard_superlink
 from fedvlm.deploy.identity.enrolment import admit_site, create_join_request, read_request, revoke_site
 from fedvlm.deploy.kits import create_kits, read_server
 from fedvlm.deploy.operations import events, security_log
 from fedvlm.deploy.operations.security_log import RefusalLog, log_security
 from fedvlm.deploy.site.service import UnsignedMessageError
-from fedvlm.engines.flower import import_flower
 from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import FedVLMError
 
@@ -71,10 +70,7 @@ def test_a_full_disk_stops_nothing(tmp_path, monkeypatch, outcome):
     assert not (tmp_path / "security.jsonl").exists()
 
 
-def test_a_server_logs_outsiders_admissions_and_revocations(tmp_path, monkeypatch):
-    import_flower()
-    extensions = import_module("flwr.superlink.extensions")
-    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)  # to be put back
+def test_a_server_logs_outsiders_admissions_and_revocations(tmp_path):
     create_kits(tmp_path / "fed", [], "127.0.0.1", 8443)
     folder, site = tmp_path / "fed" / "server", tmp_path / "north"
     create_join_request(site, folder / "invitation.json", "north")
@@ -83,22 +79,21 @@ def test_a_server_logs_outsiders_admissions_and_revocations(tmp_path, monkeypatc
     with pytest.raises(FedVLMError, match="already admitted"):
         read_request(read_server(folder), site / "request.json")
     revoke_site(read_server(folder), "north")
-    install_middleware(folder)
-    app = import_module("flwr.superlink.main").create_app()
+    app = guard_superlink(create_superlink(folder), folder, NewMessages())
 
     async def call(path):
         transport = httpx.ASGITransport(app=app, client=("192.0.2.7", 1))
         async with httpx.AsyncClient(transport=transport, base_url="https://x") as client:
             return (await client.post(path)).status_code
 
-    assert asyncio.run(call("/v1/control/start-run")) == 403 and asyncio.run(call("/v1/fleet/get-run")) == 401
+    assert asyncio.run(call("/v1/control/start-run")) == 403 and asyncio.run(call("/v1/fleet/push-object")) == 401
     told = [(line["event"], line["outcome"], line["source"], line["target"]) for line in lines(folder)]
     assert told == [
         ("admission", "allowed", "", "north"),
         ("admission", "refused", "", "request.json"),
         ("revocation", "allowed", "", "north"),
         ("call", "refused", "192.0.2.7", "/v1/control/start-run"),
-        ("call", "refused", "192.0.2.7", "/v1/fleet/get-run"),
+        ("call", "refused", "192.0.2.7", "/v1/fleet/push-object"),
     ]
 
 

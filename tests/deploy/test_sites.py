@@ -239,9 +239,7 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
 
 
 def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
-    printed = []
     monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
-    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: printed.append(words) or {"run-id": "17"})
 
     def interrupt(*words):
         raise KeyboardInterrupt
@@ -249,16 +247,13 @@ def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
     monkeypatch.setattr(launch, "wait_for_run", interrupt)
     with pytest.raises(KeyboardInterrupt):
         launch.run_over_sites(place.kit, place.settings(), place.folder / "run")
-    assert printed[0][0] == "run" and printed[1] == ("stop", "17", launch.CONNECTION_NAME)
+    request, stop = (json.loads((place.kit.folder / name).read_text()) for name in ("request.json", "stop.json"))
+    assert request["out"] == str(place.folder / "run") and stop == [request["id"]]
 
 
 def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
-    """As when Flower's own process on the server has ended."""
     monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
-    monkeypatch.setattr(launch, "STATUS_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "MAX_PENDING_SECONDS", 0.0)
-    answer = {"run-id": "17", "runs": [{"status": "pending"}]}
-    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: answer)
+    monkeypatch.setattr(launch, "MAX_PENDING_SECONDS", -1.0)
     with pytest.raises(FederationError, match="has not started the run.*superlink.log"):
         launch.run_over_sites(place.kit, place.settings(), place.folder / "run")
 
@@ -274,13 +269,13 @@ def test_a_training_is_known_by_what_it_is(place):
 
 def test_again_removes_nothing_of_a_run_that_is_going_on(place, monkeypatch):
     monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
-    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: pytest.fail("a second run was started"))
     result = place.run()
     files = {path: path.read_bytes() for path in result.folder.rglob("*.safetensors")}
     assert files
     with Record(result.folder).lock(), pytest.raises(FedVLMError, match="another process is working"):
         launch.run_over_sites(place.kit, place.settings(), result.folder, again=True)
     assert {path: path.read_bytes() for path in files} == files and Record(result.folder).result() is not None
+    assert not (place.kit.folder / "request.json").exists()  # no second run was asked for
 
 
 def test_again_removes_nothing_where_no_server_answers(place, monkeypatch):

@@ -1,6 +1,7 @@
 """Statistics of few rows stay at the client, unless the run says that they may leave."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,15 +158,20 @@ def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_
     assert again.identity() == build({"method": "tofa", "allow_small": True, **few_shots}).identity()
 
 
+def table_of(labels):
+    """The columns of a table that the warning reads."""
+    return SimpleNamespace(labels=labels, classes=("a", "b", "c"), findings=None)
+
+
 def test_nothing_is_noted_where_all_classes_are_large():
     labels = np.repeat(np.arange(3), 20)
 
     class Member:
         train = np.arange(60)
 
-    assert suppressed_warnings(make("tofa"), {"a": Member}, labels, 3) == []
+    assert suppressed_warnings(make("tofa"), {"a": Member}, table_of(labels)) == []
     labels[:5] = 1
-    [message] = suppressed_warnings(make("tofa"), {"a": Member}, labels, 3)
+    [message] = suppressed_warnings(make("tofa"), {"a": Member}, table_of(labels))
     assert message.startswith("tofa: 1 of 3 class statistics are suppressed")
 
 
@@ -175,7 +181,7 @@ def test_a_method_without_noise_is_told_of_one_way_out():
     class Member:
         train = np.arange(29)
 
-    [message] = suppressed_warnings(make("fedgh"), {"a": Member}, labels, 3)
+    [message] = suppressed_warnings(make("fedgh"), {"a": Member}, table_of(labels))
     assert "9 of 29 training samples (31%) are in no uploaded statistic" in message
     assert "noise" not in message
 

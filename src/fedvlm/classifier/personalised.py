@@ -17,7 +17,7 @@ from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
 from fedvlm.maths.calibration import Calibration, score_limits
 from fedvlm.record import Record
-from fedvlm.runner.load import open_towers
+from fedvlm.runner.load import open_towers, tower_classes
 from fedvlm.runner.prepare import frozen_from, template_of
 from fedvlm.runner.training import calibration_from_json, calibration_to_json, read_calibration
 from fedvlm.runner.tune import seed_search
@@ -209,7 +209,8 @@ def attach_towers(frozen: Frozen, method: Method, manifest: Mapping[str, Any], l
         return frozen
     template = manifest.get("template", DEFAULT_TEMPLATE)
     box = reopen_encoder(manifest["encoder"], location)
-    text, image = open_towers(box, frozen.classes, template, method.traits.needs)
+    names = tower_classes(frozen.classes, frozen.multi_label)
+    text, image = open_towers(box, names, template, method.traits.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 

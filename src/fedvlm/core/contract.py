@@ -66,6 +66,8 @@ class Frozen:
     text_tower: TextTower | None = None  # context vectors -> class embeddings
     image_tower: ImageTower | None = None  # weights and pixels -> image embeddings
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
+    negative_text: Tensor | None = None  # (classes, dim) of images without the finding, with several findings per image
+    multi_label: bool = False  # an image may have several of the classes, which are then called findings
 
 
 class LazyRows(Protocol):
@@ -87,7 +89,7 @@ class Client:
     """
 
     x: Any  # (samples, ...) Tensor, or LazyRows if images are decoded on demand
-    y: Tensor  # (samples,) labels, -1 where there is no sample
+    y: Tensor  # (samples,) labels, -1 where there is no sample or its label is unknown
     order: Tensor  # (steps, batch) samples of each minibatch by row number, -1 where there is none
     val_x: Any  # (validation, ...) validation samples, for choices of the client itself
     val_y: Tensor  # (validation,)
@@ -153,6 +155,9 @@ class ClassTraits:
     )
     min_class_clients: int | None = documented(
         None, "clients that must have such a class before any uploads its statistics (a setting)"
+    )
+    multi_label: bool = documented(
+        False, "it may train several findings per image, as one binary problem for each (`parts.per_finding`)"
     )
 
 

@@ -14,6 +14,7 @@ from fedvlm.data.table import (
     check_class_names,
     check_scale,
     describe_bad_row,
+    encode_findings,
     sort_class_names,
     string_column,
 )
@@ -40,30 +41,46 @@ def from_arrays(
     """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 
     `text` (classes, dim) are embeddings of the class names, if there is a text tower, and `scale` its logit scale.
+    Labels (samples, findings) of 0, 1 and NaN (unknown) are several findings per image; then `text` is
+    (findings, 2, dim), for images without and with the finding.
     """
     for id, pair in clients.items():
         if len(pair) != 2:
             raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give the pair (x, y)")
     pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair) for id, pair in clients.items()}
     labels_by_client = {id: y for id, (_, y) in pairs.items()}
-    if classes is None:  # otherwise numbers and names both refer to them
-        _check_same_kind(labels_by_client)
     dims = {id: x.shape[1] for id, (x, _) in pairs.items()}
     if len(set(dims.values())) > 1:
         raise DataError(f"the clients' embeddings are of unequal length, {dims}; use one encoder")
     dim = next(iter(dims.values()))
     text_vectors = None if text is None else _unit("text", _tensor("text", text))
-    if text_vectors is not None and (text_vectors.ndim != 2 or text_vectors.shape[1] != dim):
-        raise DataError(f"text of shape {tuple(text_vectors.shape)} does not fit embeddings of length {dim}")
-    class_names = _class_names(labels_by_client, classes, text_vectors)
+    n_axes = {labels.ndim for labels in labels_by_client.values()}
+    if len(n_axes) > 1:
+        raise DataError("some clients have one label per sample and some several findings; give all the same")
+    findings, is_multi = None, n_axes == {2}
+    if text_vectors is not None and (text_vectors.ndim != 2 + is_multi or text_vectors.shape[-1] != dim):
+        expected = f"(findings, 2, {dim})" if is_multi else f"(classes, {dim})"
+        raise DataError(
+            f"text of shape {tuple(text_vectors.shape)} does not fit embeddings of length {dim}; it must be {expected}"
+        )
+    if is_multi:
+        matrix = _join_findings(labels_by_client, classes)
+        class_names = tuple(map(str, classes or [f"finding {number}" for number in range(matrix.shape[1])]))
+        check_class_names("classes", class_names)
+        labels, findings = encode_findings("clients", matrix, class_names)
+    else:
+        if classes is None:  # otherwise numbers and names both refer to them
+            _check_same_kind(labels_by_client)
+        class_names = _class_names(labels_by_client, classes, text_vectors)
+        labels = np.concatenate([label_ids(f"client {id!r}", y, class_names) for id, y in labels_by_client.items()])
     if text_vectors is not None and len(text_vectors) != len(class_names):
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
-    labels = np.concatenate([label_ids(f"client {id!r}", y, class_names) for id, y in labels_by_client.items()])
     x = torch.cat([x for x, _ in pairs.values()])
     owners = string_column([id for id, y in labels_by_client.items() for _ in y], len(x))
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
+    content_of += [] if findings is None else [sha256(findings.tobytes()).hexdigest()]
     return EmbeddedTable(
         name=IN_MEMORY,
         classes=class_names,
@@ -74,19 +91,31 @@ def from_arrays(
         splits=string_column(None, len(x)),
         content=content,
         scale=check_scale(IN_MEMORY, scale),
-        text=text_vectors,
+        text=text_vectors[:, 1] if is_multi and text_vectors is not None else text_vectors,
         patches=None,
         encoder=IN_MEMORY,
         fingerprint=sha256("\x1e".join(content_of).encode()).hexdigest(),
+        findings=findings,
+        negative_text=text_vectors[:, 0] if is_multi and text_vectors is not None else None,
     )
+
+
+def _join_findings(labels: Mapping[str, NDArray[Any]], classes: Sequence[str] | None) -> NDArray[np.float64]:
+    widths = {id: y.shape[1] for id, y in labels.items()}
+    if len(set(widths.values())) > 1:
+        raise DataError(f"the clients have unequal numbers of findings, {widths}; give all the same columns")
+    width = next(iter(widths.values()))
+    if classes is not None and len(classes) != width:
+        raise DataError(f"y has {width} columns and classes names {len(classes)} findings; name each column")
+    return np.concatenate(list(labels.values()))
 
 
 def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
     values = _tensor(context, x)
     if values.ndim != 2:
         raise DataError(f"{context} has embeddings of shape {tuple(values.shape)}; it takes (samples, dim)")
-    labels = check_labels(context, y)
-    if labels.shape != (len(values),):
+    labels = check_labels(context, y) if np.ndim(y) < 2 else _tensor(context, y).double().numpy()
+    if len(labels) != len(values) or labels.ndim > 2:
         raise DataError(
             f"{context} has {len(values)} embeddings and labels of shape {labels.shape}; give one label per embedding"
         )

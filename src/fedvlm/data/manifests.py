@@ -2,45 +2,128 @@
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedvlm.data.sources import Files
-from fedvlm.data.table import Dataset, anonymise_groups, tabulate
+from fedvlm.data.splits import read_splits
+from fedvlm.data.table import (
+    FINDING_TEMPLATES,
+    Dataset,
+    Source,
+    anonymise_groups,
+    check_class_names,
+    encode_findings,
+    string_column,
+    tabulate,
+    to_nfc,
+)
 from fedvlm.errors import DataError, join_names, suggest_path
 
 REQUIRED_COLUMNS = ("path", "label")
 OPTIONAL_COLUMNS = ("client", "domain", "split", "group")
+NO_FINDING = "no finding"  # in a column labels: none of the findings; an empty cell is unknown
 
 
 def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dataset:
     """A CSV or Parquet file with the columns path and label, and any of client, domain, split, group.
 
-    Paths are relative to the manifest's folder and stay below it.
+    Instead of label it may have several findings per image: a column labels with names separated by |, or one column
+    of 0, 1 and empty cells (unknown) per finding. Paths are relative to the manifest's folder and stay below it.
     """
     file = Path(path)
     if not file.is_file():
         raise DataError(f"there is no manifest {file}; {suggest_path(file)}name a .csv or .parquet file")
     columns = _columns(file)
+    findings = None if "label" in columns else read_findings(str(file), columns, classes)
     for required in REQUIRED_COLUMNS:
-        if required not in columns:
+        if required not in columns and (required == "path" or findings is None):
             raise DataError(
                 f"the manifest {file} has no column {required!r}; it has {join_names(list(columns))}; "
-                f"it needs {' and '.join(REQUIRED_COLUMNS)}, and may have {', '.join(OPTIONAL_COLUMNS)}; "
+                f"it needs {' and '.join(REQUIRED_COLUMNS)} (or labels, or a column of 0 and 1 per finding), and may "
+                f"have {', '.join(OPTIONAL_COLUMNS)}; "
                 f"if it holds embeddings: --encoder store:{file}"
             )
     names = _paths(file, file.parent, columns["path"])
-    table = tabulate(
-        file.stem,
-        Files(file.parent, names),
-        columns["label"],
-        classes,
-        *(columns.get(key) for key in ("domain", "client", "split")),
-    )
+    optional = [columns.get(key) for key in ("domain", "client", "split")]
+    if findings is None:
+        table = tabulate(file.stem, Files(file.parent, names), columns["label"], classes, *optional)
+    else:
+        table = tabulate_findings(file.stem, Files(file.parent, names), findings, *optional)
     groups = columns.get("group")
     return table if groups is None else replace(table, groups=anonymise_groups(groups))
+
+
+def read_findings(
+    context: str, columns: Mapping[str, Sequence[str]], classes: Sequence[str] | None = None
+) -> tuple[list[str], NDArray[np.float64]] | None:
+    """Return findings and their matrix (samples, findings), NaN where unknown; None if no column holds findings."""
+    if "labels" in columns:
+        cells = [[to_nfc(name.strip()) for name in cell.split("|") if name.strip()] for cell in columns["labels"]]
+        present = {name for cell in cells for name in cell if name.lower() != NO_FINDING}
+        names = sorted(present) if classes is None else [to_nfc(name) for name in classes]
+        if unknown := sorted(present - set(names)):
+            raise DataError(f"{context}: {unknown[0]!r} is no finding; the findings are {join_names(names)}")
+        for row, cell in enumerate(cells):
+            if len(cell) > 1 and any(name.lower() == NO_FINDING for name in cell):
+                raise DataError(f"{context}: row {row + 1} has {'|'.join(cell)!r}; it has a finding, or no finding")
+        matrix = np.array([[float(name in cell) if cell else nan for name in names] for cell in cells])
+        return names, matrix.reshape(len(cells), len(names))
+    known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
+    values = {"0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "": nan, "nan": nan}
+    titles = [
+        title
+        for title, cells in columns.items()
+        if title not in known and any(cells) and all(cell.lower() in values for cell in cells)
+    ]
+    if classes is not None:
+        if missing := sorted({name.lower() for name in classes} - set(columns)):
+            raise DataError(f"{context} has no column {missing[0]!r} for that finding")
+        titles = [name.lower() for name in classes]
+    if not titles:
+        return None
+    for title in titles:
+        if wrong := [cell for cell in columns[title] if cell.lower() not in values]:
+            raise DataError(f"{context}: {title!r} has the cell {wrong[0]!r}; a finding is 1, 0 or empty (unknown)")
+    return titles, np.array([[values[cell.lower()] for cell in columns[title]] for title in titles]).T
+
+
+def tabulate_findings(
+    name: str,
+    source: Source,
+    findings: tuple[list[str], NDArray[np.float64]],
+    domains: Sequence[str] | None = None,
+    clients: Sequence[str] | None = None,
+    splits: Sequence[str] | None = None,
+) -> Dataset:
+    """Make a data set with several findings per image from their names and a matrix (samples, findings)."""
+    titles, matrix = findings
+    classes = [title.replace("_", " ") for title in titles]
+    check_class_names(name, classes)
+    if not len(matrix):
+        raise DataError(f"{name} has no images; name a place that has some")
+    for title, column in zip(classes, matrix.T, strict=True):
+        if not (column == 1).any():
+            raise DataError(f"{name}: no image has the finding {title!r}; leave it out")
+    labels, patterns = encode_findings(name, matrix, classes)
+    rows = len(matrix)
+    return Dataset(
+        name=name,
+        classes=tuple(classes),
+        source=source,
+        labels=labels,
+        domains=string_column(domains, rows),
+        clients=string_column(clients, rows),
+        splits=read_splits(name, splits or [""] * rows, source.name),
+        templates=FINDING_TEMPLATES,
+        findings=patterns,
+    )
 
 
 def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:

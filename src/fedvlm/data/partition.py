@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients, Pool, assign_clients
 from fedvlm.data.splits import SPLITS, Ints, Strings
-from fedvlm.data.table import Dataset, rank_digests, sort_order, unique_with_inverse
+from fedvlm.data.table import (
+    Dataset,
+    Findings,
+    count_classes,
+    pattern_names,
+    rank_digests,
+    sort_order,
+    unique_with_inverse,
+)
 from fedvlm.errors import DataError, unknown_name
 from fedvlm.seeds import numbers
 
@@ -85,6 +93,8 @@ class SampleTable(Protocol):
     def content(self) -> Sequence[str]: ...
     @property
     def groups(self) -> Strings | None: ...
+    @property
+    def findings(self) -> Findings | None: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ class SampleList:
     splits: Strings
     content: Sequence[str]
     groups: Strings | None = None
+    findings: Findings | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,7 @@ def list_samples(dataset: Dataset, progress: Callable[[int, int], None] | None =
         if progress:
             progress(row + 1, total)
     columns = (dataset.classes, dataset.labels, dataset.domains, dataset.clients, dataset.splits)
-    return SampleList(*columns, content, dataset.groups)
+    return SampleList(*columns, content, dataset.groups, dataset.findings)
 
 
 def make_partition(table: SampleTable, clients: Clients, seed: int, targets: Sequence[str] = ()) -> Partition:
@@ -139,7 +150,7 @@ def make_partition(table: SampleTable, clients: Clients, seed: int, targets: Seq
     named in `targets` becomes one client, however the others are assigned, and so do the samples marked test for
     "split:test"; other targets are names of clients.
     """
-    table = _apply_split_targets(table, targets)
+    table = _apply_split_targets(_by_pattern(table), targets)
     labels = _check_columns(table, clients)
     content = rank_digests(table.content)
     order = sort_order(content, table.domains, labels, table.clients, table.splits)
@@ -199,6 +210,15 @@ def make_partition(table: SampleTable, clients: Clients, seed: int, targets: Seq
         if name not in client_splits and name not in table.domains:
             raise unknown_name("domain or client", name, {*client_splits, *table.domains.tolist()} - {""})
     return Partition(client_splits, int(is_duplicate.sum()), order[parts[order] == len(SPLITS)])
+
+
+def _by_pattern(table: SampleTable) -> SampleTable:
+    """Return samples with several findings each as samples of one class, their pattern of findings."""
+    if table.findings is None:
+        return table
+    columns = (table.domains, table.clients, table.splits, table.content, table.groups)
+    present, labels = np.unique(table.labels, return_inverse=True)  # some patterns may have no sample left
+    return SampleList(pattern_names(table.findings[present], table.classes), labels.reshape(-1), *columns)
 
 
 def _apply_split_targets(table: SampleTable, targets: Sequence[str]) -> SampleTable:
@@ -334,5 +354,5 @@ def count_table(partition: Partition, table: SampleTable, parts: Sequence[str] =
     counts = np.zeros((len(partition.clients), len(table.classes)), dtype=np.int64)
     for index, client in enumerate(partition.clients.values()):
         rows = np.concatenate([getattr(client, split) for split in parts])
-        counts[index] = np.bincount(table.labels[rows], minlength=len(table.classes))
+        counts[index] = count_classes(table, rows)
     return counts

@@ -76,6 +76,45 @@ def unique_with_inverse(words: Strings) -> tuple[Strings, NDArray[np.int64]]:
     return unique_words, np.searchsorted(unique_words, words)
 
 
+FINDING_TEMPLATES = ("an image with {}",)
+NEGATIVE_TEMPLATES = ("an image without {}",)
+Findings = NDArray[np.int8]
+"""(patterns, findings): 1 present, 0 absent, -1 unknown. A label is the row of its pattern, so that a table has one
+label per sample however many findings an image has."""
+
+
+def encode_findings(context: str, matrix: NDArray[Any], classes: Sequence[str]) -> tuple[NDArray[np.int64], Findings]:
+    """Return labels and patterns of a matrix (samples, findings) of 0, 1 and NaN or -1 for unknown."""
+    values = np.asarray(matrix, np.float64)
+    values = np.where(np.isnan(values), -1, values)
+    if wrong := sorted(set(np.unique(values).tolist()) - {-1, 0, 1}):
+        raise DataError(f"{context}: a finding is {wrong[0]:g}; it must be 1 (present), 0 (absent) or NaN (unknown)")
+    if values.shape[1] != len(classes):
+        raise DataError(f"{context}: labels have {values.shape[1]} columns and there are {len(classes)} findings")
+    for number, name in enumerate(classes):
+        if not (values[:, number] >= 0).any():
+            raise DataError(f"{context}: the finding {name!r} is unknown for every image; leave it out")
+    patterns, labels = np.unique(values.astype(np.int8), axis=0, return_inverse=True)
+    return np.asarray(labels, np.int64).reshape(-1), patterns
+
+
+def pattern_names(findings: Findings, classes: Sequence[str]) -> tuple[str, ...]:
+    """Name each pattern by its findings, as `edema|effusion`; unknown ones have a question mark."""
+    marks = {1: "{}", -1: "{}?"}
+    return tuple(
+        "|".join(marks[value].format(name) for value, name in zip(row, classes, strict=True) if value) or "no finding"
+        for row in findings.tolist()
+    )
+
+
+def count_classes(table: Any, rows: Any) -> NDArray[np.int64]:
+    """(classes,) count some samples of a table by class, or those with each finding."""
+    labels = table.labels[rows]
+    if table.findings is None:
+        return np.bincount(labels, minlength=len(table.classes))
+    return np.asarray((table.findings[labels] == 1).sum(0), np.int64)
+
+
 class Source(Protocol):
     """Where the bytes of images come from: files, members of an archive, rows of an Arrow table."""
 
@@ -104,6 +143,8 @@ class Dataset:
     templates: tuple[str, ...] = ("a picture of a {}",)
     groups: Strings | None = None  # (samples,) what must stay in one split: a patient, a lesion
     notes: tuple[str, ...] = ()  # warnings of the reader, such as files it ignored
+    findings: "Findings | None" = None  # of data with several findings per image: what the labels mean
+    negative_templates: tuple[str, ...] = NEGATIVE_TEMPLATES  # of images without a finding
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,6 +170,8 @@ class EmbeddedTable:
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same by client that provides them
     groups: Strings | None = None  # (samples,) what must stay in one split: a patient, a lesion
+    findings: "Findings | None" = None  # of data with several findings per image: what the labels mean
+    negative_text: Tensor | None = None  # (classes, dim) unit-norm embeddings of "without the finding"
 
     def __repr__(self) -> str:
         samples, dim = self.x.shape

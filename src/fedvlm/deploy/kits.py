@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
-from fedvlm.deploy.flower.access import SECRET_FILE as CONTROL
-from fedvlm.deploy.flower.access import new_secret
 from fedvlm.deploy.identity.certificates import CERTIFICATE_FILE as CERTIFICATE
 from fedvlm.deploy.identity.certificates import (
     SITES_FOLDER,
@@ -49,6 +47,9 @@ SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join
 KIT_FORMAT = 2  # of server.toml, site.toml and the messages between them
 REFERENCE_FILE = "reference.safetensors"  # in the server's folder, for methods that need one
+RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is asked for
+RUN_STATES_FILE = "run-states.json"  # in the server's folder: "running" or "ended" for each run since its start
+STOP_FILE = "stop.json"  # in the server's folder: the runs to stop
 K = TypeVar("K")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
@@ -142,7 +143,6 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     write_secret(central / "signing.key", signing)
     for name in ("server.key", "ca.key"):
         write_secret(central / name, papers[name])
-    write_secret(central / CONTROL, new_secret())
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),

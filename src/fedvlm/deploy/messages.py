@@ -162,6 +162,7 @@ class OpenReply(Header):
     local: TensorNames
     samples: SampleCounts
     template: Text = ""  # of methods that learn prompts
+    software: Text = ""  # version of fedvlm at the site
 
 
 class RoundReply(Header):

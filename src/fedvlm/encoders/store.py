@@ -5,6 +5,9 @@ optionally classes, domains, clients, splits, groups (what must stay in one spli
 text_classes, patches and scale; or one x and y per split as train_x, train_y, val_x, ..., test_y.
 .csv and .parquet hold a line per image: the embedding is a column of lists called embedding, or columns numbered
 without a gap, as e0, e1, ...; other columns are label, client, domain, split, group and path.
+Several findings per image are an array y (samples, findings) of 0, 1 and NaN or -1 (unknown) with `classes` or
+`findings` for their names; in a table, a column labels in which names are separated by |. Then `text` may be
+(findings, 2, dim), for images without and with the finding.
 """
 
 import json
@@ -22,15 +25,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.data.manifests import csv_lines, parquet_columns
+from fedvlm.data.manifests import csv_lines, parquet_columns, read_findings
 from fedvlm.data.splits import SPLIT_ALIASES, read_splits
 from fedvlm.data.table import (
     Digests,
     EmbeddedTable,
+    Findings,
     anonymise_groups,
     check_class_names,
     check_scale,
     describe_bad_row,
+    encode_findings,
     string_column,
 )
 from fedvlm.encoders import Vectors
@@ -47,10 +52,11 @@ MAX_CLASSES = 1 << 16  # three times the largest list of classes we know, ImageN
 PER_SAMPLE_KEYS = ("x", "y", "domains", "clients", "splits", "groups", "paths", "content", "patches")
 PER_TABLE_KEYS = ("classes", "text", "text_classes", "scale", "name", "encoder", "fingerprint", "sha256")
 SPLIT_KEYS = {f"{split}_{key}" for split in SPLIT_ALIASES if split for key in "xy"}
-TEXT_COLUMNS = ("y", "clients", "domains", "splits", "groups", "paths")
+TEXT_COLUMNS = ("y", "labels", "clients", "domains", "splits", "groups", "paths")
 ALIASES = {
     **dict.fromkeys(("features", "embedding", "embeddings"), "x"),
     **dict.fromkeys(("label", "labels"), "y"),
+    "findings": "classes",
     **{title: f"{title}s" for title in ("client", "domain", "split", "group", "path")},
 }
 
@@ -85,7 +91,7 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
     for key in PER_SAMPLE_KEYS:
         if key in columns and len(columns[key]) != rows:
             raise DataError(f"{file}: {key} has {len(columns[key])} rows and x has {rows}")
-    names, labels = _read_labels(file, columns)
+    names, labels, findings = _read_labels(file, columns)
     domains = columns.get("domains")
     if domains is None and "paths" in columns:
         parts = [str(path).split("/") for path in columns["paths"]]
@@ -110,7 +116,10 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
         patches=_read_patches(file, columns.get("patches"), unit.shape[1]),
         encoder=str(columns.get("encoder", f"store {digest[:16]}")),
         fingerprint=str(columns.get("fingerprint", digest)),
+        findings=findings,
     )
+    if findings is not None:
+        return _with_finding_text(file, table, columns.get("text"), classes)
     return _select_classes(file, table, _read_text(file, columns, names, unit.shape[1]), classes)
 
 
@@ -127,8 +136,11 @@ def save_store(path: str | Path, embedded: EmbeddedTable) -> Path:
     from safetensors.torch import save_file
 
     file = Path(path).expanduser().with_suffix(".safetensors")
-    tensors = {"x": embedded.x, "y": torch.from_numpy(embedded.labels)}
-    tensors |= {"text": embedded.text} if embedded.text is not None else {}
+    labels = embedded.labels if embedded.findings is None else embedded.findings[embedded.labels]
+    tensors = {"x": embedded.x, "y": torch.from_numpy(labels)}
+    if embedded.text is not None:
+        negative = embedded.negative_text
+        tensors["text"] = embedded.text if negative is None else torch.stack([negative, embedded.text], dim=1)
     tensors |= {"patches": embedded.patches[:]} if embedded.patches is not None else {}
     with atomic_write(file) as temporary:
         save_file({key: value.contiguous() for key, value in tensors.items()}, temporary)
@@ -218,7 +230,7 @@ def _read_csv(file: Path, digest: str) -> tuple[Columns, str]:
     lines = csv_lines(file, "table")
     header = next(lines)
     embedding = _embedding_columns(file, header)
-    text_indices = {i: key for i, title in enumerate(header) if (key := ALIASES.get(title, title)) in TEXT_COLUMNS}
+    text_indices = {i: key for i, title in enumerate(header) if (key := _column_name(title)) in TEXT_COLUMNS}
     rows: list[NDArray[np.float32]] = []
     cells: dict[str, list[str]] = {key: [] for key in text_indices.values()}
     for row, line in enumerate(lines):
@@ -246,7 +258,7 @@ def _read_parquet(file: Path, digest: str) -> tuple[Columns, str]:
     cells = {
         key: ["" if cell is None else str(cell).strip() for cell in column]
         for title, column in columns.items()
-        if (key := ALIASES.get(title, title)) in TEXT_COLUMNS
+        if (key := _column_name(title)) in TEXT_COLUMNS
     }
     return _table_columns(file, rows, cells), digest
 
@@ -258,6 +270,11 @@ READERS: dict[str, Callable[[Path, str], tuple[Columns, str]]] = {  # take the f
     ".parquet": _read_parquet,
 }
 STORE_SUFFIXES = tuple(READERS)
+
+
+def _column_name(title: str) -> str:
+    """Return a column's name in a store; in a table, `labels` are several findings per image."""
+    return title if title == "labels" else ALIASES.get(title, title)
 
 
 def _embedding_columns(file: Path, titles: Sequence[str]) -> int | list[int]:
@@ -283,9 +300,16 @@ def _table_columns(file: Path, rows: Sequence[NDArray[np.float32]], cells: dict[
     if len(lengths) != 1:
         problem = f"of {join_names(sorted(map(str, lengths)))}" if rows else "in no row"
         raise DataError(f"{file}: embeddings are {problem}; all rows need one of the same length")
+    labels = cells.pop("labels", None)
+    if labels is not None and not any("|" in cell for cell in labels):  # one class per image
+        cells["y"], labels = labels, None
     if "" in cells.get("y", ()):
         raise DataError(f"{file}: row {cells['y'].index('')} has no label; give it one or drop the row")
-    return {"x": np.stack(rows), **{key: np.array(column, np.str_) for key, column in cells.items()}}
+    out: Columns = {"x": np.stack(rows), **{key: np.array(column, np.str_) for key, column in cells.items()}}
+    if labels is not None:
+        titles, out["y"] = read_findings(str(file), {"labels": labels}) or ([], None)
+        out["classes"] = titles
+    return out
 
 
 def _join_splits(file: Path, columns: Columns) -> Columns:
@@ -310,9 +334,14 @@ def _join_splits(file: Path, columns: Columns) -> Columns:
     }
 
 
-def _read_labels(file: Path, columns: Columns) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return class names in the order of the labels, and the labels."""
+def _read_labels(file: Path, columns: Columns) -> tuple[tuple[str, ...], NDArray[np.int64], Findings | None]:
+    """Return class names in the order of the labels, the labels, and the patterns of several findings per image."""
     y = columns.get("y")
+    if y is not None and np.ndim(y) == 2:
+        matrix = np.asarray(y)
+        titles = [str(name) for name in columns.get("classes", [f"finding {i}" for i in range(matrix.shape[1])])]
+        check_class_names(str(file), titles)
+        return (tuple(titles), *encode_findings(str(file), matrix, titles))
     if y is None:
         if "paths" not in columns:
             raise DataError(f"{file} has no labels; call the array y or labels")
@@ -339,7 +368,20 @@ def _read_labels(file: Path, columns: Columns) -> tuple[tuple[str, ...], NDArray
     else:
         raise DataError(f"{file}: labels are {y.dtype}; they must be whole numbers or strings")
     check_class_names(str(file), names)
-    return names, labels
+    return names, labels, None
+
+
+def _with_finding_text(file: Path, table: EmbeddedTable, text: Any, classes: Sequence[str] | None) -> EmbeddedTable:
+    """Add the text embeddings (findings, 2, dim) of images without and with each finding."""
+    if classes is not None and tuple(classes) != table.classes:
+        raise DataError(f"{file} has several findings per image, of which none can be left out: {table.classes}")
+    if text is None:
+        return table
+    values, shape = torch.as_tensor(text), (len(table.classes), 2, table.x.shape[1])
+    if tuple(values.shape) != shape:
+        raise DataError(f"{file}: text is {tuple(values.shape)}; several findings per image need {shape}")
+    negative, positive = (_normalise_rows(file, "text", values[:, i].contiguous()) for i in (0, 1))
+    return replace(table, text=positive, negative_text=negative)
 
 
 def _normalise_rows(file: Path, key: str, values: Tensor, names: Sequence[Any] | None = None) -> Tensor:

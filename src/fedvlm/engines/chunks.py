@@ -99,7 +99,8 @@ def fill_rows(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
     x = world.read(index.numpy()).reshape(*rows.shape, *world.x.shape[1:])
     for client_rows, count in zip(x, real.sum(1).tolist(), strict=True):
         client_rows[count:] = 0
-    return x, torch.where(real, world.y[index].reshape(rows.shape), -1)
+    y = world.y[index].reshape(*rows.shape, *world.y.shape[1:])
+    return x, torch.where(real.reshape(*rows.shape, *[1] * (y.ndim - rows.ndim)), y, -1)
 
 
 def stack_sent(tasks: Sequence[Task]) -> Tensors:
@@ -117,6 +118,8 @@ def measure_chunk(world: World, tasks: Sequence[Task], sent: Tensors, local: Ten
     """Return every client's scores with what it was sent; `sent` and `local` are stacked."""
     parts = [evaluation_rows(world, task.id) for task in tasks]
     logits = None
+    if world.frozen.multi_label:
+        return [measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
     if not world.metrics and not local and all(tensor.stride(0) == 0 for tensor in sent.values()):
         logits = _predict_common(world, tasks[0].sent, parts)
     elif not world.metrics:

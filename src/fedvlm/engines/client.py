@@ -14,6 +14,7 @@ from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedule
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.findings import measure_findings
 from fedvlm.evaluate.metrics import compute_metrics, diagram_data, prediction_details
 from fedvlm.maths import privacy
 from fedvlm.storage.large_tensors import PagedRows, page_rows
@@ -98,7 +99,7 @@ class World(TrainingTerms):
     """The terms, and what only clients have: their samples."""
 
     x: Any  # (samples, ...) in the view that the method needs: a Tensor, or LazyRows
-    y: Tensor  # (samples,)
+    y: Tensor  # (samples,), or (samples, findings) with several findings per image
     members: Mapping[str, Member]
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # of clients that bring class descriptions of their own
@@ -318,6 +319,10 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     rows = np.concatenate([val_rows, test])
     y = world.y[torch.from_numpy(rows)]
     logits = predict(world, sent, local, rows)
+    if world.frozen.multi_label:
+        with_metrics = world.metrics or (last and not world.has_many_clients)
+        split_logits, split_y = ((values[: len(val_rows)], values[len(val_rows) :]) for values in (logits, y))
+        return measure_findings(split_logits, split_y, with_metrics, last and world.details)
     is_correct = logits.argmax(dim=1) == y
     loss = torch.nn.functional.cross_entropy(logits[: len(val_rows)], y[: len(val_rows)])
     n_correct = [int(is_correct[: len(val_rows)].sum()), int(is_correct[len(val_rows) :].sum())]

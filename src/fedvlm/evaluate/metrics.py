@@ -36,7 +36,7 @@ RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for qu
 # Columns of tables that are no metrics.
 RESERVED_NAMES |= {"condition_number", "condition_number-per-target", "kappa", "cosine", "dof", "trained", "A[j][i]"}
 RESERVED_NAMES |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
-RESERVED_NAMES |= {"seconds", "minutes"}
+RESERVED_NAMES |= {"seconds", "minutes", "findings", "AP", "micro AUC", "micro AP"}
 
 
 def mean_net_benefit(p: Tensor, y: Tensor) -> float:

@@ -131,9 +131,16 @@ class Calibration:
     rows: int  # validation samples that τ is fitted on; 0: τ is 1
     scores: Tensor  # (n,) float64
     labels: Tensor  # (n,) int64
+    findings: "tuple[Calibration, ...]" = ()  # of each finding, if an image may have several; the rest is then empty
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Return log p in float64: in float32 the scores of a confident classifier would all be 0."""
+        """Return log p in float64: in float32 the scores of a confident classifier would all be 0.
+
+        With several findings per image it is (samples, findings), log p of each being present.
+        """
+        if self.findings:
+            pairs = zip(self.findings, logits.unbind(1), strict=True)
+            return torch.stack([part.log_probabilities(binary_logits(odds))[:, 1] for part, odds in pairs], dim=1)
         return (logits.double() / torch.tensor(self.log_temperature).double().exp()).log_softmax(1)
 
 
@@ -145,6 +152,27 @@ def calibrate(val_logits: Tensor, val_y: Tensor, calibration_logits: Tensor, cal
         return empty
     scores = -empty.log_probabilities(calibration_logits).gather(1, calibration_y[:, None])[:, 0]
     return Calibration(log_temperature, len(val_y), scores, calibration_y)
+
+
+def binary_logits(log_odds: Tensor) -> Tensor:
+    """Return (samples, 2) the logits of absent and present."""
+    return torch.stack([torch.zeros_like(log_odds), log_odds], dim=1)
+
+
+def calibrate_findings(val_logits: Tensor, val_y: Tensor, logits: Tensor, y: Tensor) -> Calibration:
+    """Calibrate each finding by the samples whose label is known."""
+    fits = []
+    for finding in range(y.shape[1]):
+        known, val_known = y[:, finding] >= 0, val_y[:, finding] >= 0
+        fits.append(
+            calibrate(
+                binary_logits(val_logits[val_known, finding]),
+                val_y[val_known, finding],
+                binary_logits(logits[known, finding]),
+                y[known, finding],
+            )
+        )
+    return Calibration(0.0, min(fit.rows for fit in fits), y.new_zeros(0).double(), y.new_zeros(0), tuple(fits))
 
 
 def min_samples(coverage: float) -> int:

@@ -80,13 +80,13 @@ class StatisticsSettings(CheckedSettings):
     min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
 
 
-def statistics_traits(upload_sum: UploadSum | None = None) -> Any:
+def statistics_traits(upload_sum: UploadSum | None = None, multi_label: bool = False) -> Any:
     """Return the property `traits` of a method that uploads class statistics of embeddings."""
     return property(
         lambda self: Traits(
             needs=frozenset({"image"}),
             privacy=PrivacyTraits(upload_sum=upload_sum),
-            classes=ClassTraits(min_class_samples=self.min_class_samples),
+            classes=ClassTraits(min_class_samples=self.min_class_samples, multi_label=multi_label),
         )
     )
 

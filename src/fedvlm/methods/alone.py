@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Client, Frozen, Tensors, Traits, register
 from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
 from fedvlm.maths.logistic_regression import select_ridge
 from fedvlm.methods._heads import fit_local_path
@@ -44,5 +44,5 @@ class Alone(CheckedSettings):
         return {"ridge": float(local["ridge"]), "remaining gradient": float(local["gradient"])}
 
     name = "alone"
-    traits = Traits(needs=frozenset({"image"}))
+    traits = Traits(needs=frozenset({"image"}), classes=ClassTraits(multi_label=True))
     send, update, aggregate = parts.send_all, parts.no_update, parts.mean

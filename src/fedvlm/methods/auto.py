@@ -141,4 +141,4 @@ class Auto(StatisticsSettings):
         names = ("weight of shared head", "weight of local head", "weight of class frequencies")
         return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
-    name, traits = "auto", statistics_traits("total")
+    name, traits = "auto", statistics_traits("total", multi_label=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import ClassTraits, Frozen, Tensors, register
 from fedvlm.methods._heads import initial_head
 from fedvlm.methods._settings import HeadSettings, head_traits
 
@@ -23,6 +23,6 @@ class FedAvg(HeadSettings):
         return frozen.scale * x @ sent["head"].mT
 
     name = "fedavg"
-    traits = head_traits()
+    traits = head_traits(classes=ClassTraits(multi_label=True))
     loss, update_many = parts.cross_entropy, parts.head_sgd
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

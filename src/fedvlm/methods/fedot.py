@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedvlm import parts, tensors
-from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, register
+from fedvlm.core import ClassTraits, Client, Frozen, Tensors, TrainingTraits, register
 from fedvlm.core.schema import COUNT, ranged_field
 from fedvlm.maths import orthogonal
 from fedvlm.methods._heads import initial_head
@@ -77,7 +77,9 @@ class FedOT(FedOTSettings):
         return 1.0
 
     name = "fedot"
-    traits = head_traits(training=TrainingTraits(memory=frozenset({"leader", "age"})))
+    traits = head_traits(
+        training=TrainingTraits(memory=frozenset({"leader", "age"})), classes=ClassTraits(multi_label=True)
+    )
     loss = parts.cross_entropy
     send, aggregate, adapt = parts.send_all, parts.uniform_mean, parts.no_adaptation
 

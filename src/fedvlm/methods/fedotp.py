@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import POSITIVE, POSITIVE_FRACTION, ranged_field
 from fedvlm.maths.optimal_transport import TransportKind, transport_plan
 from fedvlm.methods._prompts import features_of_pair, initial_prompt, sgd_stacked
@@ -57,6 +57,6 @@ class FedOTP(PromptSettings):
         return {"gamma": mass, "cosine of the prompts": float(cosine_similarity(*prompts, dim=0))}
 
     name = "fedotp"
-    traits = Traits(needs=frozenset({"patches", "text tower"}))
+    traits = Traits(needs=frozenset({"patches", "text tower"}), classes=ClassTraits(multi_label=True))
     loss, update_many = parts.cross_entropy, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

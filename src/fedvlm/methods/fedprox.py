@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Batch, ClassTraits, Frozen, Tensors, register
 from fedvlm.methods._settings import HeadSettings, head_traits
 from fedvlm.methods.fedavg import FedAvg
 
@@ -27,6 +27,6 @@ class FedProx(HeadSettings):
         return self.mu * (head - sent["head"])
 
     name = "fedprox"
-    traits = head_traits()
+    traits = head_traits(classes=ClassTraits(multi_label=True))
     init, predict, update_many = FedAvg.init, FedAvg.predict, parts.regularised_head_sgd
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

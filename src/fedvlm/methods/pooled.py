@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
 from fedvlm.maths.logistic_regression import select_ridge
 from fedvlm.methods._heads import fit_local_path
@@ -42,5 +42,7 @@ class Pooled(CheckedSettings):
         return {"remaining gradient": float(sent["gradient"])}
 
     name = "pooled"
-    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(centralised=True))
+    traits = Traits(
+        needs=frozenset({"image"}), privacy=PrivacyTraits(centralised=True), classes=ClassTraits(multi_label=True)
+    )
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation

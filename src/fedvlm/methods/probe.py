@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import POSITIVE, ranged_field
 from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
 from fedvlm.maths.logistic_regression import Head, fit_ridge_path, summed_cross_entropy
@@ -79,4 +79,6 @@ class Probe(CheckedSettings):
         return x @ weight.mT + bias
 
     name = "probe"
-    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(upload_sum="total"))
+    traits = Traits(
+        needs=frozenset({"image"}), privacy=PrivacyTraits(upload_sum="total"), classes=ClassTraits(multi_label=True)
+    )

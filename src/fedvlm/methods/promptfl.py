@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Frozen, Tensors, Traits, register
 from fedvlm.methods._prompts import initial_prompt, prompt_logits, sgd_stacked
 from fedvlm.methods._settings import PromptSettings
 
@@ -24,6 +24,6 @@ class PromptFL(PromptSettings):
         return prompt_logits(frozen, {**sent, **local}["prompt"], x)  # CoOp's is local
 
     name = "promptfl"
-    traits = Traits(needs=frozenset({"image", "text tower"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), classes=ClassTraits(multi_label=True))
     loss, update_many = parts.cross_entropy, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

@@ -118,7 +118,7 @@ class Ridge(StatisticsSettings):
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None] if "sums" in upload else None
 
-    name, traits = "ridge", statistics_traits("total")
+    name, traits = "ridge", statistics_traits("total", multi_label=True)
 
 
 def path_of(tensors: Tensors) -> Path:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, PrivacyTraits, Tensors, TrainingTraits, register
+from fedvlm.core import Batch, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, TrainingTraits, register
 from fedvlm.methods._heads import initial_head
 from fedvlm.methods._settings import CheckedSettings, HeadInit, head_traits
 from fedvlm.methods.fedavg import FedAvg
@@ -59,6 +59,7 @@ class Scaffold(CheckedSettings):
     name = "scaffold"
     traits = head_traits(
         training=TrainingTraits(memory=frozenset({"variate", "local variate", "clients"}), client_count="clients"),
+        classes=ClassTraits(multi_label=True),
         privacy=PrivacyTraits(upload_sum="clients"),  # `ids` are all clients whose uploads are in the sum
     )
     update_many = partialmethod(update, train=parts.regularised_head_sgd)

@@ -73,7 +73,9 @@ class TOFA(StatisticsSettings):
                 upload_sum=None if self.text and self.text_rounds == 2 else "total",  # texts are not summed
                 ragged_uploads=frozenset({"texts"}),  # clients have different numbers of texts
             ),
-            classes=ClassTraits(min_class_samples=self.min_class_samples, min_class_clients=self.min_class_clients),
+            classes=ClassTraits(
+                min_class_samples=self.min_class_samples, min_class_clients=self.min_class_clients, multi_label=True
+            ),
         )
 
     @property

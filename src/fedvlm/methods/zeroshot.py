@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Frozen, Tensors, Traits, register
 from fedvlm.methods._heads import zero_shot_logits
 from fedvlm.methods._settings import CheckedSettings
 
@@ -25,5 +25,5 @@ class ZeroShot(CheckedSettings):
         return zero_shot_logits(frozen, x)
 
     name = "zero-shot"
-    traits = Traits(needs=frozenset({"image", "text"}))
+    traits = Traits(needs=frozenset({"image", "text"}), classes=ClassTraits(multi_label=True))
     send, update, aggregate, adapt = parts.send_all, parts.no_update, parts.mean, parts.no_adaptation

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvlm.errors import DataError, unknown_name
+from fedvlm.evaluate import findings
 from fedvlm.evaluate.metrics import (
     METRICS,
     Table,
@@ -257,9 +258,26 @@ def _metric(name: str) -> "Column":
     return column
 
 
+def _findings(result: Record, seed: int) -> Table:
+    """AUC and average precision of each finding, over the clients that trained."""
+    out: Table = {}
+    trainings = read_trainings(result, seed).values()
+    for number, finding in enumerate(result.manifest["classes"] if result.manifest.get("multi_label") else ()):
+        for name in ("AUC", "AP"):
+            by_client = [
+                training["scores"][id]["findings"][number].get(name)
+                for training in trainings
+                for id in training["train"]
+                if "findings" in training["scores"].get(id, {})
+            ]
+            out[f"{name} {finding}"] = _mean(by_client)
+    return out
+
+
 Column = Callable[[Record, int], Table]  # of a run and one of its seeds
 COLUMNS: dict[str, Column] = {
-    **{name: _metric(name) for name in METRICS},
+    **{name: _metric(name) for name in dict.fromkeys((*METRICS, *findings.METRICS))},
+    "findings": _findings,
     "condition_number": _condition_number,
     "condition_number-per-target": _condition_number_per_target,
     "kappa": _kappa,
@@ -279,10 +297,17 @@ COLUMNS: dict[str, Column] = {
 }
 
 
+MULTI_LABEL_COLUMNS = ("AUC", "AP")  # beside the accuracy, which says little of rare findings
+
+
 def split_requested(results: Sequence[Record], names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Names that are asked for: columns, and settings by dotted names; others are refused."""
     setting_names = {key for result in results for key in flatten(result.manifest["identity"])}
-    requested, columns = list(dict.fromkeys(names)), {*COLUMNS, *metrics()}
+    several = [result for result in results if result.manifest.get("multi_label")]
+    requested, columns = (
+        list(dict.fromkeys([*(MULTI_LABEL_COLUMNS if several else ()), *names])),
+        {*COLUMNS, *metrics()},
+    )
     for name in requested:
         if name not in columns and name not in setting_names:
             raise unknown_name("column", name, columns | setting_names)

@@ -123,7 +123,7 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:
     """Return the accuracy of random guessing, where a column is an accuracy."""
-    chance = 1 / len(result.manifest["classes"])
+    chance = 1 / (2 if result.manifest.get("multi_label") else len(result.manifest["classes"]))
     non_accuracy_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")}
     is_accuracy = [key not in non_accuracy_columns and not key.startswith("deviation ") for key in columns]
     return [format_cell(chance if applies else None, None, form) for applies in is_accuracy]

@@ -5,11 +5,10 @@ from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedvlm.core import Method, setting
 from fedvlm.data.partition import ClientSplit, Partition
-from fedvlm.data.table import EmbeddedTable
+from fedvlm.data.table import EmbeddedTable, count_classes
 from fedvlm.errors import join_names
 
 MIN_VALIDATION_SAMPLES = 10  # with as few or fewer, model selection is mostly noise
@@ -34,7 +33,7 @@ def data_warnings(samples: EmbeddedTable, partition: Partition) -> list[str]:
 
 def _class_ids(samples: EmbeddedTable, client: ClientSplit) -> set[int]:
     parts = (client.train, client.validation, client.test, client.calibration)
-    return set(samples.labels[np.concatenate(parts)].tolist())
+    return set(np.flatnonzero(count_classes(samples, np.concatenate(parts))).tolist())
 
 
 def _single_client_classes(samples: EmbeddedTable, classes_of: Mapping[str, set[int]]) -> list[str]:
@@ -51,14 +50,12 @@ def _single_client_classes(samples: EmbeddedTable, classes_of: Mapping[str, set[
     return messages
 
 
-def suppressed_warnings(
-    method: Method | None, clients: Mapping[str, Any], labels: NDArray[np.int64], n_classes: int
-) -> list[str]:
+def suppressed_warnings(method: Method | None, clients: Mapping[str, Any], samples: EmbeddedTable) -> list[str]:
     """Return a message if class statistics of small classes will not be uploaded; `clients` have `train`."""
     min_samples = (method.traits.classes.min_class_samples if method else None) or 1
     if method is None or min_samples <= 1:
         return []
-    counts = {id: np.bincount(labels[client.train], minlength=n_classes) for id, client in clients.items()}
+    counts = {id: count_classes(samples, client.train) for id, client in clients.items()}
     n_small = {id: int(((count > 0) & (count < min_samples)).sum()) for id, count in counts.items()}
     n_suppressed, n_statistics = sum(n_small.values()), sum(int((count > 0).sum()) for count in counts.values())
     if not n_suppressed:

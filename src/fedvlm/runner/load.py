@@ -69,7 +69,8 @@ def embed_dataset(
     method = settings.method
     check_needs(method, encoder.name, encoder.offers)
     done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, progress)
-    text, image = open_towers(encoder, dataset.classes, dataset.templates[0], method.traits.needs)
+    names = tower_classes(dataset.classes, dataset.findings is not None)
+    text, image = open_towers(encoder, names, dataset.templates[0], method.traits.needs)
     images = None
     if image is not None:
         content = done.embedded.content
@@ -77,6 +78,11 @@ def embed_dataset(
     rows = replace(done.embedded, text_tower=text, image_tower=image, images=images)
     rows = add_descriptions(rows, encoder, settings.descriptions, settings.texts)
     return rows, skipped_messages(done)
+
+
+def tower_classes(classes: Sequence[str], multi_label: bool) -> Sequence[str]:
+    """Return the classes of a text tower; with several findings per image "no FINDING" and "FINDING" in turn."""
+    return [name for finding in classes for name in (f"no {finding}", finding)] if multi_label else classes
 
 
 def open_towers(
@@ -107,23 +113,27 @@ def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
 
 
 def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
-    """Open a data set; `templates` in `source` replace its prompt templates."""
-    options = dict(source)
-    templates = options.pop("templates", None)
+    """Open a data set; `templates` and `negative_templates` in `source` replace its prompt templates."""
+    names = ("templates", "negative_templates")
+    options = {key: value for key, value in source.items() if key not in names}
+    given: dict[str, Any] = {key: _check_templates(key, source[key]) for key in names if key in source}
     dataset = open_dataset(data, **options)
-    if templates is None:
-        return dataset
-    sentences = [templates] if isinstance(templates, str) else templates
+    if "negative_templates" in given and dataset.findings is None:
+        raise SettingsError("source.negative_templates is for data with several findings per image; leave it out")
+    return replace(dataset, **given)
+
+
+def _check_templates(key: str, value: Any) -> tuple[str, ...]:
+    sentences = [value] if isinstance(value, str) else value
     if (
         not isinstance(sentences, list | tuple)
         or not sentences
         or any("{}" not in str(sentence) for sentence in sentences)
     ):
         raise SettingsError(
-            f"source.templates must be sentences with {{}} for the class name, as ['a photo of a {{}}.']; "
-            f"got {templates!r}"
+            f"source.{key} must be sentences with {{}} for the class name, as ['a photo of a {{}}.']; got {value!r}"
         )
-    return replace(dataset, templates=tuple(map(str, sentences)))
+    return tuple(map(str, sentences))
 
 
 def open_encoder_with_notes(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
@@ -156,7 +166,7 @@ def select_columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:
     """Return the indices of a small subset that keeps every class, domain and client in proportion."""
-    count = len(rows.labels)
+    count = len(rows.labels)  # a label may stand for a pattern of findings
     order = np.lexsort((rows.labels, rows.clients, rows.domains))
     max_samples = max(SMOKE_SAMPLES, SMOKE_SAMPLES_PER_CLASS * len(rows.classes))
     step = max(1, -(-count // max_samples))

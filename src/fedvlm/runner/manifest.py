@@ -10,14 +10,12 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, make
-from fedvlm.data.table import EmbeddedTable
+from fedvlm.data.table import EmbeddedTable, count_classes
 from fedvlm.devices import Device, choose_device, describe_device, set_deterministic
 from fedvlm.encoders import encoder_options, find_kind
-from fedvlm.runner.prepare import Prepared, template_of
+from fedvlm.runner.prepare import Prepared, template_of, text_of
 from fedvlm.runner.settings import Settings
 
 
@@ -36,8 +34,7 @@ def run_manifest(seeds: Sequence[Prepared], in_memory: bool) -> dict[str, Any]:
             {prepared.seed: prepared.partition.dropped for prepared in seeds},
         ),
         "counts": {  # training samples of each client, per class
-            id: np.bincount(samples.labels[client.train], minlength=len(samples.classes)).tolist()
-            for id, client in clients.items()
+            id: count_classes(samples, client.train).tolist() for id, client in clients.items()
         },
         "domains": first.partition.domains,
         "usual": default_values(settings.method),
@@ -84,7 +81,8 @@ def describe_samples(samples: EmbeddedTable) -> dict[str, Any]:
         "classes": samples.classes,
         "dim": samples.x.shape[1],
         "scale": samples.scale,
-        "text": None if samples.text is None else samples.text.tolist(),
+        "text": None if (text := text_of(samples)) is None else text.tolist(),
+        **({} if samples.findings is None else {"multi_label": True}),
     } | template_of(samples)
 
 

@@ -20,7 +20,7 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
 from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
-from fedvlm.data.table import EmbeddedTable, rank_digests
+from fedvlm.data.table import EmbeddedTable, pattern_names, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
 from fedvlm.engines.placement import with_device
@@ -31,6 +31,7 @@ from fedvlm.evaluate.protocols.base_to_new import NEW_PREFIX, BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
 from fedvlm.evaluate.protocols.source_target import EVERY_DOMAIN
 from fedvlm.machine import release_memory
+from fedvlm.parts.findings import per_finding
 from fedvlm.record import Record
 from fedvlm.runner.load import check_needs
 from fedvlm.runner.settings import Settings, attack_of
@@ -65,7 +66,7 @@ class Prepared:
     @cached_property
     def generalises(self) -> bool:
         """Return False for a method that trains but shares nothing: an unseen client gains nothing from it."""
-        shared, _ = self.settings.method.init(self.frozen)
+        shared, _ = method_for(self.settings.method, self.frozen).init(self.frozen)
         return bool(shared) or self.settings.method.rounds == 0
 
     def check(self) -> None:
@@ -143,7 +144,7 @@ class Prepared:
         return World(
             **{**vars(terms), "method": with_device(terms.method, self.settings.device)},
             x=self.rows.view(self.settings.method.traits.needs),
-            y=torch.from_numpy(self.rows.labels),
+            y=label_tensor(self.rows),
             members=members,
             reference=reference,
             texts=texts,
@@ -250,7 +251,8 @@ def prepare_client(
 ) -> Prepared:
     """Prepare a single client, whose samples need not be of every class."""
     present, labels = np.unique(rows.labels, return_inverse=True)
-    classes = tuple(rows.classes[i] for i in present)
+    names = rows.classes if rows.findings is None else pattern_names(rows.findings, rows.classes)
+    classes = tuple(names[i] for i in present)
     client_column = np.full(len(labels), id)
     table = SampleList(classes, labels, rows.domains, client_column, rows.splits, rows.content, rows.groups)
     partition = make_partition(table, replace(settings.clients, partition="own"), seed)
@@ -265,7 +267,20 @@ def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> l
 def terms_of(settings: Settings, frozen: Frozen, seed: int) -> TrainingTerms:
     metrics = settings.rules().every_round
     attack = attack_of(settings)
-    return TrainingTerms(settings.method, frozen, seed, settings.channel, metrics=metrics, attack=attack)
+    method = method_for(settings.method, frozen)
+    return TrainingTerms(method, frozen, seed, settings.channel, metrics=metrics, attack=attack)
+
+
+def method_for(method: Method, frozen: Frozen) -> Method:
+    """Return the method as it trains on these classes: one binary problem each if an image may have several."""
+    return per_finding(method) if frozen.multi_label else method
+
+
+def label_tensor(rows: EmbeddedTable) -> Tensor:
+    """Return labels (samples,), or (samples, findings) of 1, 0 and -1 (unknown)."""
+    if rows.findings is None:
+        return torch.from_numpy(rows.labels)
+    return torch.from_numpy(rows.findings[rows.labels].astype(np.int64))
 
 
 def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
@@ -278,6 +293,8 @@ def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
         rows.text_tower,
         rows.image_tower,
         rows.descriptions,
+        rows.negative_text,
+        rows.findings is not None,
     )
 
 
@@ -285,7 +302,26 @@ def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descri
     """Build the frozen tensors from a manifest, a saved classifier or a site's reply; without towers."""
     classes = tuple(about["classes"])
     scale = float(about["scale"])
-    return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
+    negative = None
+    if about.get("multi_label") and text is not None:
+        negative, text = text.unbind(1)  # (findings, 2, dim)
+    return Frozen(
+        classes,
+        int(about["dim"]),
+        scale,
+        text,
+        seed,
+        descriptions=descriptions,
+        negative_text=negative,
+        multi_label=bool(about.get("multi_label")),
+    )
+
+
+def text_of(rows: Frozen | EmbeddedTable) -> Tensor | None:
+    """Return the text embeddings as manifests and classifiers hold them; (findings, 2, dim) with several findings."""
+    if rows.text is None or rows.negative_text is None:
+        return rows.text
+    return torch.stack([rows.negative_text, rows.text], dim=1)
 
 
 def template_of(rows: Frozen | EmbeddedTable) -> dict[str, str]:
@@ -303,23 +339,41 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
             f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
             "encode these samples again, or leave them out"
         )
-    if len(rows.classes) < 2:
+    if rows.findings is not None:
+        _check_findings(settings)
+    elif len(rows.classes) < 2:
         raise DataError(f"there is only one class, {rows.classes[0]!r}; a classifier needs at least two")
-    outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < len(rows.classes)]
+    n_labels = len(rows.classes if rows.findings is None else rows.findings)
+    outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < n_labels]
     if outside:
         raise DataError(
-            f"label {outside[0]} must be from 0 to {len(rows.classes) - 1}, as there are {len(rows.classes)} classes; "
+            f"label {outside[0]} must be from 0 to {n_labels - 1}, as there are {n_labels} classes; "
             "correct the labels, or name every class"
         )
     check_needs(settings.method, rows.encoder, rows.offers())
     frozen = frozen_of(rows, settings.seeds[0])
-    settings.method.init(frozen)  # a method may refuse the dimension
+    method_for(settings.method, frozen).init(frozen)  # a method may refuse the dimension
     if settings.protocol == BaseToNew.name:
         _count_base_classes(rows.classes)
         check_new_classes(settings.method, frozen)
     if settings.warm_start is not None:
         check_needs(settings.warm_start, rows.encoder, rows.offers())
         check_warm_start(settings.warm_start, settings.method, frozen)
+
+
+def _check_findings(settings: Settings) -> None:
+    """Refuse what is only defined for one class per image."""
+    clients, attack = settings.clients, attack_of(settings)
+    single = {
+        f"protocol = {settings.protocol!r}": settings.protocol == BaseToNew.name,
+        "warm_start": settings.warm_start is not None,
+        f"clients.shots = {clients.shots}": bool(clients.shots),
+        f"clients.partition = {clients.partition!r}": clients.partition not in ("iid", "own", "domain", "dirichlet"),
+        "the attack label-flip": attack is not None and attack.kind == "label-flip",
+    }
+    for name, is_used in single.items():
+        if is_used:
+            raise SettingsError(f"{name} needs one class per image, and these data have several findings per image")
 
 
 def _count_base_classes(classes: Sequence[str]) -> int:

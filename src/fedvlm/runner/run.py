@@ -157,8 +157,7 @@ def _prepare_seeds(settings: Settings, load: Loader, options: RunOptions) -> tup
     if options.embedded is not None or own_data(settings):
         warnings = [*warnings, *data_warnings(first.rows, first.partition)]
     for method in (settings.warm_start, settings.method):
-        counts = (first.partition.clients, first.rows.labels, len(first.rows.classes))
-        warnings = [*warnings, *suppressed_warnings(method, *counts)]
+        warnings = [*warnings, *suppressed_warnings(method, first.partition.clients, first.rows)]
     return seeds, warnings
 
 

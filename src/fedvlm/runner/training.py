@@ -18,7 +18,7 @@ from fedvlm.engines.loop import Engine, Outcome, finish_training, ignore_sum, in
 from fedvlm.engines.state import Plan, State, pack_state, stores_on_disk, unpack_state, update_local
 from fedvlm.evaluate.metrics import Results
 from fedvlm.evaluate.protocols import Training
-from fedvlm.maths.calibration import Calibration, calibrate
+from fedvlm.maths.calibration import Calibration, calibrate, calibrate_findings
 from fedvlm.record import CLUSTER_FOLDER, PLACES_KEY, Record
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
@@ -160,7 +160,7 @@ def fit_calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Cal
     for rows in (member.validation, member.calibration):
         logits = predict(world, sent, local, rows) if len(rows) else torch.zeros(0, len(world.frozen.classes))
         parts += [logits, world.y[torch.from_numpy(rows)]]
-    return calibrate(*parts)
+    return calibrate_findings(*parts) if world.frozen.multi_label else calibrate(*parts)
 
 
 def _calibration_path(record: Record, name: str) -> Path:
@@ -193,13 +193,15 @@ def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
 
 def calibration_to_json(fit: Calibration) -> dict[str, Any]:
     lists = {"scores": fit.scores.tolist(), "labels": fit.labels.tolist()}
-    return {"log_temperature": fit.log_temperature, "rows": fit.rows, **lists}
+    out = {"log_temperature": fit.log_temperature, "rows": fit.rows, **lists}
+    return out | ({"findings": [calibration_to_json(part) for part in fit.findings]} if fit.findings else {})
 
 
 def calibration_from_json(payload: Mapping[str, Any]) -> Calibration:
     scores = torch.tensor(payload["scores"], dtype=torch.float64)
     labels = torch.tensor(payload["labels"], dtype=torch.int64)
-    return Calibration(float(payload["log_temperature"]), int(payload["rows"]), scores, labels)
+    findings = tuple(map(calibration_from_json, payload.get("findings", ())))
+    return Calibration(float(payload["log_temperature"]), int(payload["rows"]), scores, labels, findings)
 
 
 def collect_lost_trainings(record: Record) -> None:

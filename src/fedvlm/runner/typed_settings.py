@@ -106,4 +106,6 @@ class RunSettings(MethodSettings, total=False):
     attack: Literal["none", "sign-flip", "scale", "label-flip", "noise", "collude"]
     attacker_fraction: float
     attack_strength: float
+    purpose: str
+    contact: str
     reproduces: Sequence[str] | str

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fedvlm
+from fedvlm.deploy.flower.server import create_superlink
 from fedvlm.engines import flower as api
 
 ROOT = Path(fedvlm.__file__).parent
@@ -36,6 +37,7 @@ def test_this_version_of_flower_has(module, name):
 
 def test_only_two_places_import_flower_and_their_modules_are_listed():
     modules = {module for module, _ in LISTED} | {"flwr.app"}
+    modules |= {f"{module}.{name}" for module, name in LISTED if module == "flwr.proto"}
     places = {path: touched(path) for path in ROOT.rglob("*.py")}
     places = {path: modules_found for path, modules_found in places.items() if modules_found}
     assert places
@@ -43,6 +45,22 @@ def test_only_two_places_import_flower_and_their_modules_are_listed():
         inside = path.relative_to(ROOT).as_posix()
         assert inside == "engines/flower/__init__.py" or inside.startswith("deploy/flower/"), inside
         assert modules_found <= modules, f"{inside}: {sorted(modules_found - modules)} is not in api.INNER"
+
+
+def test_at_most_twelve_inner_names_are_used_each_for_a_reason_and_none_is_replaced():
+    assert len(api.INTERNAL_NAMES) <= 12 and all(api.INTERNAL_NAMES.values())
+    for path in ROOT.rglob("*.py"):
+        calls = {node.func.id for node in ast.walk(ast.parse(path.read_text())) if is_named_call(node)}
+        assert "setattr" not in calls or "flower" not in path.as_posix(), path
+
+
+def is_named_call(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def test_the_state_of_a_superlink_has_what_the_server_calls(tmp_path):
+    state = create_superlink(tmp_path).state.linkstate_factory.state()
+    assert [name for name in api.STATE_METHODS if not hasattr(state, name)] == []
 
 
 def test_a_name_that_is_not_listed_is_not_given():

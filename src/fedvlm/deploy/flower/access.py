@@ -1,49 +1,38 @@
-"""Control access to the port of a Flower process: its own processes by a secret, sites by a key.
+"""Control access to the port of a server's SuperLink: sites by their keys, and nobody else.
 
 Flower serves sites, its command line and its own processes at one port, and asks only sites for a key. Whoever may call
-the rest runs programs as the server's user. So only two kinds of calls pass: a site's, signed by a key of this
-federation, and those of processes that can read the secret of a folder. The secret counts, not the address: behind a
-proxy on the same machine, and for its other users, every caller looks local.
+the rest runs programs as the server's user. So only calls of the routes that a site needs pass, signed by a key of this
+federation; the server itself uses no route (`fedvlm.deploy.flower.server`).
 """
 
+import asyncio
 import os
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import sha256
-from hmac import compare_digest
-from hmac import new as hmac
-from ipaddress import ip_address
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from fedvlm.deploy.identity.certificates import SITES_FOLDER as CERTIFICATES
-from fedvlm.deploy.identity.certificates import SiteCertificate, admitted_sites, current_certificate
+from fedvlm.deploy.identity.certificates import SiteCertificate, admitted_sites, current_certificate, record_contact
 from fedvlm.deploy.identity.keys import Signer, load_public_key
-from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.errors import FedVLMError
 
-TOKEN_FOLDER_VARIABLE = "FEDVLM_PASS"  # the variable that names the folder with the secret
-SECRET_FILE = "control.key"  # the secret's file there
-TOKEN_HEADER = "fedvlm-pass"
-CONTROL_PREFIXES = ("/v1/control/", "/v1/runtime/")  # for Flower's command line, SuperExec and apps
+PULL_PATH = "/v1/fleet/pull-messages"
 SITE_PATHS = frozenset(
-    f"/v1/fleet/{auth_token}"
-    for auth_token in (
-        "activate-node",
-        "deactivate-node",
-        "send-node-heartbeat",
-        "pull-messages",
-        "push-messages",
-        "get-run",
-        "get-fab",
-        "push-object",
-        "pull-object",
-        "confirm-message-received",
-    )
+    {
+        PULL_PATH,
+        "/v1/fleet/activate-node",
+        "/v1/fleet/deactivate-node",
+        "/v1/fleet/send-node-heartbeat",
+        "/v1/fleet/push-messages",
+        "/v1/fleet/push-object",
+        "/v1/fleet/pull-object",
+        "/v1/fleet/confirm-message-received",
+    }
 )
-FORBIDDEN, UNAUTHORIZED = 403, 401  # Flower's SuperNode ends at once when it is told the second
+FORBIDDEN, UNAUTHORIZED = 403, 401
 NOT_FOUND, LENGTH_REQUIRED, TOO_LARGE, UNAVAILABLE = 404, 411, 413, 503
 REFUSAL_REASONS = {
     FORBIDDEN: "not open to outsiders",
@@ -57,36 +46,8 @@ MAX_OBJECT_BYTES = 64 << 20  # bytes of a call with an object: Flower sends arra
 MAX_CALL_BYTES = 1 << 20  # bytes of any other call; of a message that is a list of 14,000 objects
 MAX_TOTAL_BYTES = 512 << 20  # bytes of all calls that are being read; one site has MAX_OBJECT_BYTES of them
 ADMIT_EXTENSION = "fedvlm.admit"  # the ASGI extension that admits the connection of an allowed call
+HOLD_SECONDS = 4.0  # that a site's request for messages waits for one, so that it need not ask many times a second
 Scope = Mapping[str, Any]
-
-
-def new_secret() -> bytes:
-    return token_hex(32).encode()
-
-
-def auth_token(folder: Path) -> str:
-    """Return the token that Flower's own processes show; it is not the secret itself, because SuperExec signs with
-    that."""
-    try:
-        secret = (folder / SECRET_FILE).read_bytes()
-    except OSError as error:
-        raise SettingsError(
-            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder can use it"
-        ) from error
-    return hmac(secret, b"fedvlm pass", sha256).hexdigest()
-
-
-def attach_token() -> None:
-    """Attach the token to every call of this process to Flower's other processes."""
-    from flwr.supercore.protobuf.client import ProtobufClient
-
-    token, send = auth_token(Path(os.environ[TOKEN_FOLDER_VARIABLE])), ProtobufClient._send
-
-    def showing(self: Any, context: Any, **options: Any) -> Any:
-        context.request.headers[TOKEN_HEADER] = token
-        return send(self, context, **options)
-
-    ProtobufClient._send = showing
 
 
 def single_header(scope: Scope, name: str) -> bytes:
@@ -122,6 +83,8 @@ class SiteKeys:
             key.verify(signature, single_header(scope, "flwr-timestamp"), ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, KeyError, ValueError):
             return False
+        if not certificate.invalid_reason:
+            record_contact(self.folder, certificate.site)
         return not certificate.invalid_reason
 
     def refresh(self, scope: Scope) -> None:
@@ -132,7 +95,7 @@ class SiteKeys:
         if snapshot == self.snapshot:
             return
         certificates: dict[bytes, tuple[Any, SiteCertificate]] = {}
-        form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # as Flower's SuperNode sends it
+        form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # as a site sends it
         for name in admitted_sites(self.folder):
             try:
                 certificate = current_certificate(self.folder, name)
@@ -157,17 +120,49 @@ def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
     return snapshot
 
 
+class NewMessages:
+    """Wake the requests that wait for messages, from any thread."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def announce(self) -> None:
+        if self.loop is not None:
+            with suppress(RuntimeError):  # the server stops
+                self.loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        event, self.event = self.event, asyncio.Event()
+        event.set()
+
+    def hold_empty(self, send: Any) -> Any:
+        """Return `send` for a request for messages: the answer that there are none waits for some."""
+        if self.loop is not (loop := asyncio.get_running_loop()):
+            self.loop, self.event = loop, asyncio.Event()
+        event = self.event
+
+        async def held(message: Any) -> None:
+            is_start = message["type"] == "http.response.start" and message["status"] == 200
+            if is_start and (b"content-length", b"0") in message["headers"]:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), HOLD_SECONDS)
+            await send(message)
+
+        return held
+
+
 class AccessMiddleware:
     """Wrap an ASGI application; the body of a refused call is not read."""
 
     def __init__(
         self,
         app: Any,
-        token: str,
-        is_signed: Callable[[Scope], bool] = lambda scope: False,
+        is_signed: Callable[[Scope], bool],
+        new_messages: NewMessages,
         log_refusal: Callable[[str, str, str], None] = lambda source, target, reason: None,
     ) -> None:
-        self.app, self.token, self.is_signed, self.log_refusal = app, token.encode(), is_signed, log_refusal
+        self.app, self.is_signed, self.new_messages, self.log_refusal = app, is_signed, new_messages, log_refusal
         self.bytes_by_key: Counter[bytes] = Counter()  # of calls that are being read and answered
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
@@ -183,21 +178,21 @@ class AccessMiddleware:
         else:
             scope.get("extensions", {}).get(ADMIT_EXTENSION, lambda: None)()
             key, size = single_header(scope, "flwr-public-key"), content_length(scope)
+            if scope["path"] == OBJECT_PATH:
+                send = refuse_unasked(send)
+            elif scope["path"] == PULL_PATH:
+                send = self.new_messages.hold_empty(send)
             self.bytes_by_key[key] += size
             try:
-                await self.app(scope, receive, refuse_unasked(send) if scope["path"] == OBJECT_PATH else send)
+                await self.app(scope, receive, send)
             finally:
                 self.bytes_by_key[key] -= size
 
     def refusal_status(self, scope: Scope) -> int:
         """Return the HTTP status of a refused call, 0 of an allowed one."""
-        path = scope["path"]
-        if path in SITE_PATHS:
-            if not self.is_signed(scope):
-                return UNAUTHORIZED
-            return self.size_status(scope)
-        has_token = compare_digest(single_header(scope, TOKEN_HEADER), self.token)
-        return 0 if path.startswith(CONTROL_PREFIXES) and is_local(scope) and has_token else FORBIDDEN
+        if scope["path"] not in SITE_PATHS:
+            return FORBIDDEN
+        return self.size_status(scope) if self.is_signed(scope) else UNAUTHORIZED
 
     def size_status(self, scope: Scope) -> int:
         """Return the HTTP status of a body that is too large, or whose length nobody knows; 0 of any other."""
@@ -224,11 +219,3 @@ def refuse_unasked(send: Any) -> Any:
 
 def content_length(scope: Scope) -> int:
     return int(single_header(scope, "content-length") or 0)
-
-
-def is_local(scope: Scope) -> bool:
-    """Return whether the caller is on this machine, as far as its address shows."""
-    try:
-        return ip_address(scope["client"][0]).is_loopback
-    except (KeyError, TypeError, ValueError):
-        return False

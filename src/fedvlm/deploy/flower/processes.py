@@ -1,10 +1,8 @@
-"""Start Flower's processes quietly, and always stop them again."""
+"""Start a server's and a site's processes quietly, and always stop them again."""
 
-import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,33 +10,24 @@ from contextlib import closing, suppress
 from http.client import HTTPSConnection
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
-from fedvlm.deploy.flower.access import FORBIDDEN, SECRET_FILE, TOKEN_FOLDER_VARIABLE, new_secret
-from fedvlm.deploy.flower.site import NODE_FILE_VARIABLE
-from fedvlm.deploy.kits import ServerKit, SiteKit, write_secret
+from fedvlm.deploy.flower.access import FORBIDDEN
+from fedvlm.deploy.flower.fleet import Unreachable, check_server, tls_context
+from fedvlm.deploy.flower.server import DATABASE_FILE, end_with_parent
+from fedvlm.deploy.kits import ServerKit
 from fedvlm.engines.flower import QUIET_ENVIRONMENT
-from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.files import open_for_append, write_file
+from fedvlm.errors import FederationError
+from fedvlm.storage.files import open_for_append
 
-CONNECTION_NAME = "fedvlm"  # the name of our connection in Flower's own settings
-SITE_POLL_SECONDS = "0.1"  # seconds between looks of a site's SuperExec for work, on its own machine
-SERVER_POLL_SECONDS = "0.5"  # at the server, where work is a run
-POLL_VARIABLE = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 PORT_VARIABLE_PREFIX = "FLWR_INTERNAL_GRPC_"
-DATABASE_FILE = "superlink.db"  # Flower's own, in the server's folder
-CLI_TIMEOUT_SECONDS = 120.0  # seconds that Flower's command line has
 START_TIMEOUT_SECONDS = 60.0  # seconds a SuperLink has to come up
 
 
-def flower_environment(home: Path, first: Path | None = None) -> dict[str, str]:
-    """Return the environment of Flower's processes: own folder, no telemetry, programs of `first` before any others."""
-    overrides = {"FLWR_HOME": str(home.resolve()), POLL_VARIABLE: SITE_POLL_SECONDS}
-    if first is not None:
-        overrides["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment of processes that import Flower: a folder of its own, no telemetry."""
     # With these Flower opens two more ports, and nobody watches them.
     inherited = {key: setting for key, setting in os.environ.items() if not key.startswith(PORT_VARIABLE_PREFIX)}
-    return {**inherited, **QUIET_ENVIRONMENT, **overrides}
+    return {**inherited, **QUIET_ENVIRONMENT, "FLWR_HOME": str(home.resolve())}
 
 
 def free_port() -> int:
@@ -62,7 +51,7 @@ class Process:
                 env=dict(env),
                 start_new_session=True,
                 umask=0o077,  # its own files are nobody else's
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -97,25 +86,15 @@ class Process:
             os.killpg(self.child.pid, number)
 
 
-def _end_with_parent() -> None:
-    """End the child when its parent is killed."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 def start_superlink(kit: ServerKit) -> Process:
     """Start the server's SuperLink and wait until it answers; sites can connect from then on."""
     host, _, port = kit.address.rpartition(":")
     local = host in ("127.0.0.1", "localhost")
-    env = flower_environment(flower_home(kit)) | {POLL_VARIABLE: SERVER_POLL_SECONDS}
-    if not (kit.folder / SECRET_FILE).exists():  # of an `init` that made none
-        write_secret(kit.folder / SECRET_FILE, new_secret())
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.server", "superlink", str(kit.folder.resolve())),
         *("127.0.0.1" if local else "0.0.0.0", port),
     ]
-    write_connection(kit)
+    env = flower_environment(kit.folder / "flwr")
     link = Process("superlink", command, kit.folder / "superlink.log", env)
     try:
         _wait_until_up(kit, link)
@@ -123,20 +102,6 @@ def start_superlink(kit: ServerKit) -> Process:
         link.stop()
         raise
     return link
-
-
-def flower_home(kit: ServerKit) -> Path:
-    return kit.folder / "flwr"
-
-
-def write_connection(kit: ServerKit) -> None:
-    """Tell Flower's command line how to reach this server."""
-    _, _, port = kit.address.rpartition(":")
-    text = (
-        f'[superlink]\ndefault = "{CONNECTION_NAME}"\n[superlink.{CONNECTION_NAME}]\n'
-        f'address = "localhost:{port}"\nroot-certificates = "{kit.folder.resolve()}/ca.crt"\n'
-    )
-    write_file(flower_home(kit) / "config.toml", text.encode())
 
 
 def is_server_up(kit: ServerKit) -> bool:
@@ -188,97 +153,3 @@ def _check_access_denied(kit: ServerKit) -> None:
             f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; this version of "
             "Flower was not tested: pip install 'fedvlm[flower]' again"
         )
-
-
-class Unreachable(FederationError):
-    """The server does not answer yet."""
-
-
-def tls_context(ca: Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=str(ca))
-    except OSError as error:  # also where it is no certificate
-        raise SettingsError(
-            f"{ca} is missing or not a certificate ({error}); restore the folder as fedvlm wrote it"
-        ) from error
-
-
-def server_date(address: str, ca: Path) -> str:
-    """Return the time of the server's clock, as HTTP formats it."""
-    host, _, port = address.rpartition(":")
-    context = tls_context(ca)
-    call = HTTPSConnection(host, int(port), context=context, timeout=5)
-    with closing(call):
-        call.request("GET", "/")
-        return str(call.getresponse().headers["date"])
-
-
-def check_server(address: str, ca: Path) -> None:
-    """Return if our server is there; raise different errors if another one is, or none."""
-    host, _, port = address.rpartition(":")
-    context = tls_context(ca)
-    try:
-        with socket.create_connection((host, int(port)), 5) as plain, context.wrap_socket(plain, server_hostname=host):
-            return
-    except ssl.SSLCertVerificationError as error:
-        verify_error = error.verify_message
-        remedy = (
-            "it was made for another federation: ca.crt of this folder and the server's must be of the same `fedvlm "
-            "deploy init`"
-        )
-        if "expired" in verify_error or "not yet valid" in verify_error:
-            remedy = "check the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
-        elif "match" in verify_error:
-            remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
-        raise FederationError(
-            f"the certificate of the server at {address} is refused ({verify_error}); {remedy}"
-        ) from error
-    except ssl.SSLEOFError as error:  # as a proxy does whose server is down
-        raise Unreachable(f"{address} closes the connection before it is established") from error
-    except ssl.SSLError as error:
-        raise FederationError(
-            f"{address} does not answer with TLS ({error.reason}); is another program listening there? plain HTTP is "
-            "refused"
-        ) from error
-    except OSError as error:
-        raise Unreachable(f"no server answers at {address} ({error})") from error
-
-
-def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
-    """Run Flower's command line and return its JSON answer."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "fedvlm.deploy.flower.server", "flwr", *words, "--format", "json"],
-            cwd=flower_home(kit),  # Flower takes the name of a connection for a folder of that name
-            env={**flower_environment(flower_home(kit)), TOKEN_FOLDER_VARIABLE: str(kit.folder.resolve())},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=CLI_TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return {"success": False, "error-message": f"the server did not answer in {CLI_TIMEOUT_SECONDS:g} s"}
-    output = done.stdout + done.stderr
-    try:
-        answer = json.loads(done.stdout[done.stdout.index("{") :])
-    except ValueError:
-        answer = {"success": False, "error-message": output}
-    return dict(answer)
-
-
-def start_supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
-    """Start a site's SuperNode; the programs it starts are those of `bin`."""
-    command = [
-        *(sys.executable, "-m", "fedvlm.deploy.flower.site"),
-        *("--root-certificates", str(kit.folder / "ca.crt")),
-        *("--auth-supernode-private-key", str(kit.folder / "key")),
-        *("--superlink", kit.address),
-        *("--host", "127.0.0.1"),
-        *("--port", str(free_port())),
-    ]
-    full_environment = {
-        **flower_environment(kit.folder / "flwr", bin),
-        NODE_FILE_VARIABLE: str(kit.folder / ".node"),
-        **env,
-    }
-    return Process("supernode", command, kit.folder / "supernode.log", full_environment)

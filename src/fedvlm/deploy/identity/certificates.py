@@ -6,6 +6,7 @@ beside its own key. Removing it from `sites/` revokes the site.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -22,6 +23,8 @@ ENDED_FOLDER = "ended"  # there, too: those of keys that were revoked or replace
 CERTIFICATE_PREFIX = b"fedvlm certificate\n"
 CERTIFICATE_FIELDS = ("federation", "site", "key", "valid_from", "valid_until", "address", "ca", "server")
 MAX_DOCUMENT_BYTES = 1 << 16  # bytes of a file that comes from elsewhere
+CONTACTS_FOLDER = "contacts"  # in the server's folder: a file per site, as old as its last call
+CONTACT_SECONDS = 5.0  # between two notes of one site's calls
 EXPIRY_WARNING_DAYS = 30  # days before the end from which on it is spoken of
 
 
@@ -56,6 +59,24 @@ class SiteCertificate:
         if now < datetime.fromisoformat(self.valid_from):
             return f"its certificate is not yet valid, before {self.valid_from}; check the clocks"
         return ""
+
+
+def record_contact(folder: Path, site: str) -> None:
+    """Note that a site has called the server now."""
+    path, before = folder / CONTACTS_FOLDER / f".{site}", last_contact(folder, site)  # a dot: not in backups
+    if before is not None and abs((datetime.now(UTC) - before).total_seconds()) < CONTACT_SECONDS:
+        return
+    with suppress(OSError):  # a full disk keeps no site out
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(0o600)
+
+
+def last_contact(folder: Path, site: str) -> datetime | None:
+    """Return when a site has called the server last."""
+    try:
+        return datetime.fromtimestamp((folder / CONTACTS_FOLDER / f".{site}").stat().st_mtime, UTC)
+    except OSError:
+        return None
 
 
 def federation_id(server: bytes, ca: bytes) -> str:

@@ -149,6 +149,12 @@ def format_percent(accuracy: float | None) -> str:
     return "" if accuracy is None else f"{100 * accuracy:.1f} %"
 
 
+def validation_accuracy(scores: Mapping[str, Any]) -> float | None:
+    """Return the accuracy on a client's validation samples, if it has told."""
+    samples = scores.get("validation_rows")
+    return scores["validation_hits"] / samples if samples else None
+
+
 def round_logger(log_event: EventLogger, rounds: int) -> Callable[[str, Any], None]:
     """Return a listener of a record that logs each round and who was missing in it."""
 
@@ -166,6 +172,7 @@ def round_logger(log_event: EventLogger, rounds: int) -> Callable[[str, Any], No
             asked=len(clients) + len(missing),
             there=sorted(clients),
             share=accuracy,
+            results={site: validation_accuracy(scores) for site, scores in clients.items()},
             accuracy=f", accuracy so far {format_percent(accuracy)}" if accuracy is not None else "",
             kB=round(moved / 1000, 1),
             seconds=round(line["seconds"], 1),

@@ -1,47 +1,34 @@
 "use strict";
-// Every text comes as text: nothing that a site or a server says is ever read as HTML.
-const token = new URLSearchParams(location.search).get("token") || "";
-const at = (id) => document.getElementById(id);
-const put = (id, lines) => {
-  const box = at(id);
-  if (!box) return;
-  box.replaceChildren(...lines.map(([kind, text, light]) => {
-    const one = document.createElement(kind);
-    one.textContent = text;
-    if (light) one.className = light;
-    return one;
-  }));
+// The page comes from our own server, whose template escapes every text; nothing else is ever read as HTML.
+const query = location.search;
+const refresh = async (id) => {
+  const reply = await fetch(location.pathname + query);
+  if (!reply.ok) throw new Error("status " + reply.status);
+  const page = new DOMParser().parseFromString(await reply.text(), "text/html");
+  const focused = document.activeElement ? document.activeElement.id : "";
+  document.getElementById(id).replaceChildren(...page.getElementById(id).childNodes);
+  document.querySelector("nav").replaceChildren(...page.querySelector("nav").childNodes);
+  if (focused && document.getElementById(focused)) document.getElementById(focused).focus();
 };
-const show = (view) => {
-  at("when").textContent = "as of " + new Date().toLocaleTimeString();
-  put("lead", view.lead.map((one) => ["p", one, "lead"]));
-  put("alarms", view.alarms.map((one) => ["p", one, "badge"]));
-  put("lights", view.lights.map((one) => ["li", one.text, "light " + one.state]));
-  put("facts", view.facts.map((one) => ["li", one]));
-  put("log", view.log.map((one) => ["li", one]));
-  const ask = at("ask");
-  if (ask) {
-    ask.hidden = !view.pending.length;
-    at("pending").dataset.plan = view.plan;
-    put("pending", view.pending.map((one) => ["p", one]));
-  }
-  const report = at("report");
-  report.hidden = !view.report;
-};
-const say = (text) => { const box = at("answer"); if (box) box.textContent = text; };
-const send = async (words) => {
-  const reply = await fetch("consent?token=" + encodeURIComponent(token), {
-    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(words),
-  });
-  say((await reply.json()).detail);
-};
-for (const [id, more] of [["accept", {}], ["refuse", { refuse: true }]]) {
-  const button = at(id);
-  if (button) button.addEventListener("click", () => send({
-    by: at("by").value, secret: at("secret").value, plan: at("pending").dataset.plan, days: Number(at("days").value), reason: at("reason").value, ...more,
-  }));
+const live = document.getElementById("live");
+if (live) {
+  const when = document.getElementById("when");
+  const stream = new EventSource(live.dataset.live);
+  const lost = () => { when.textContent = "this page no longer gets news; is `fedvlm deploy watch` running?"; };
+  stream.onmessage = () => refresh("live").then(() => { when.textContent = "as of " + new Date().toLocaleTimeString(); }, lost);
+  stream.onerror = lost;
 }
-at("report").href = "report?token=" + encodeURIComponent(token);
-const stream = new EventSource("events?token=" + encodeURIComponent(token));
-stream.onmessage = (message) => show(JSON.parse(message.data));
-stream.onerror = () => { at("when").textContent = "the page is no longer told anything; is `fedvlm deploy watch` running?"; };
+const send = async (form, answer) => {
+  const fields = Object.fromEntries(new FormData(form));
+  const body = { ...fields, days: Number(fields.days), plan: form.dataset.plan, refuse: answer === "refuse" };
+  const reply = await fetch("consent" + query, {
+    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body),
+  });
+  document.getElementById("answer").textContent = (await reply.json()).detail;
+  form.elements.secret.value = "";
+  if (reply.ok) await refresh("requests");
+};
+document.addEventListener("submit", (event) => {
+  event.preventDefault();
+  send(event.target, event.submitter ? event.submitter.value : "accept");
+});

@@ -5,108 +5,67 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
+from hashlib import sha256
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+from zipfile import ZIP_DEFLATED, ZipFile
 
-from fedvlm.deploy.operations import events
+from fedvlm.deploy.kits import read_site
+from fedvlm.deploy.operations.live_view import finished_record, live_view
 from fedvlm.deploy.operations.metrics import prometheus_metrics
-from fedvlm.deploy.operations.status import END_STATES, State, format_status, is_server, status
+from fedvlm.deploy.operations.status import is_server, site_status, status
 from fedvlm.deploy.site.consent import accept_request, format_request, refuse_request, waiting_requests
-from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, describe_spending
-from fedvlm.deploy.site.people import LoginError, authenticate
-from fedvlm.deploy.site.policy import read_policy
+from fedvlm.deploy.site.people import LoginError, authenticate, read_people
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.record import Record
 from fedvlm.report.page.render import page_shell
-
-LOG_LINES = 60  # of the log that are shown
-STYLE = """
-#lights { list-style: none; padding: 0; }
-.light::before { content: "●"; margin-right: .5rem; color: var(--quiet); }
-.light.answers::before, .light.connected::before { color: var(--good); }
-.light.missing::before, .light.refused::before { content: "▲"; color: var(--warn); }
-"""
+from fedvlm.report.page.svg import draw_chart
 
 
-def live_view(folder: Path) -> dict[str, Any]:
-    """Return the lines and lights of the page, which inserts them as text."""
-    state = status(folder)
-    history = events.read_events(folder)
-    lines = format_status(state)
-    server = state["who"] == "server"
-    out: dict[str, Any] = {
-        "time": datetime.now().strftime("%H:%M:%S"),
-        "lead": lines[:1],
-        "alarms": list_alarms(state),
-        "lights": _site_lights(state) if server else [],
-        "facts": [line for line in lines[1:] if not line.startswith("  ")],
-        "log": [events.format_event(event) for event in reversed(history[-LOG_LINES:])],
-        "pending": [],
-        "plan": "",
-        "report": finished_record(state) is not None,
-    }
-    if not server:
-        ledger = Ledger(folder).history()
-        out["facts"] += describe_spending(PrivacyBudget(ledger), read_policy(folder))
-        out["facts"] += [f"head of the ledger, to note down: {ledger.head[:16]}"] if ledger.head else []
-        for request in waiting_requests(folder)[:1]:
-            out["pending"] = [f"{topic}: {text}" for topic, text in format_request(folder, request)]
-            out["plan"] = request.plan
-    return out
-
-
-def _site_lights(state: State) -> list[dict[str, str]]:
-    return [
-        {
-            "state": site_state["state"] if site_state["state"].isalpha() else "unknown",
-            "text": f"{name}: {site_state['state']}{': ' + site_state['why'] if site_state.get('why') else ''}",
-        }
-        for name, site_state in state["sites"].items()
-    ]
-
-
-def list_alarms(state: State) -> list[str]:
-    """List what needs attention now."""
-    out = []
-    if state["who"] == "server":
-        ill = [name for name, site_state in state["sites"].items() if site_state["state"] in ("missing", "refused")]
-        if ill and state["run"].get("state") == "running":
-            out.append(f"{len(ill)} of {len(state['sites'])} sites do not take part")
-        if state["run"].get("state") == "failed":
-            out.append(f"the run failed: {state['run']['why']}"[:300])
-        if not state["up"]:
-            out.append("the server does not answer")
-    elif not state["up"]:
-        out.append("the site is not running")
-    return out
-
-
-def finished_record(state: State) -> Record | None:
-    """Return the record of the run that ended, if it has a result."""
-    run = state.get("run") or {}
-    if run.get("state") not in END_STATES or not run.get("record"):
-        return None
-    record = Record(Path(run["record"]))
-    return record if record.result() is not None else None
-
-
-def live_page(folder: Path) -> tuple[str, str]:
+def render_live_page(folder: Path, token: str = "") -> tuple[str, str]:
     """Return the page and its content security policy; it requests only from where it came."""
+    view = live_view(folder)
+    return _render("live.html", token, view=view, time=datetime.now().strftime("%H:%M:%S"), draw_chart=draw_chart)
+
+
+def render_consent_page(folder: Path, token: str = "") -> tuple[str, str]:
+    """Return the page on which a site's people answer requests, and its content security policy."""
+    requests = [(request, format_request(folder, request)) for request in waiting_requests(folder)]
+    title = f"site {read_site(folder).name}"
+    return _render(
+        "consent.html", token, title=title, requests=requests, people=read_people(folder), folder=folder.name
+    )
+
+
+def _render(template: str, token: str, **values: Any) -> tuple[str, str]:
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
-    script = (files("fedvlm.deploy.operations") / "live.js").read_text("utf-8")
-    parts = page_shell(script, STYLE, "connect-src 'self'")
-    package_folder = Path(str(files("fedvlm.deploy.operations")))
+    package = files("fedvlm.deploy.operations")
+    parts = page_shell(
+        (package / "live.js").read_text("utf-8"), (package / "live.css").read_text("utf-8"), "connect-src 'self'"
+    )
     env = Environment(
-        loader=ChoiceLoader([FileSystemLoader(package_folder), PackageLoader("fedvlm.report.page", "templates")]),
+        loader=ChoiceLoader([FileSystemLoader(Path(str(package))), PackageLoader("fedvlm.report.page", "templates")]),
         autoescape=True,
         undefined=StrictUndefined,
+        trim_blocks=True,
     )
-    server = is_server(folder)
-    title = "the server" if server else f"site {status(folder)['name']}"
-    html = env.get_template("live.html").render(**parts, title=title, site=not server, view=live_view(folder))
-    return html, parts["policy"]
+    query = f"?token={quote(token)}"
+    return env.get_template(template).render(**parts, **values, query=query), parts["policy"]
+
+
+def pack_classifier(folder: Path, name: str) -> bytes | None:
+    """Return the files of a site's classifier as a zip file, if there is one of this name."""
+    if name not in site_status(folder)["classifiers"]:
+        return None
+    place, data = folder / "classifiers" / name, BytesIO()
+    with ZipFile(data, "w", ZIP_DEFLATED) as archive:
+        for path in sorted(place.rglob("*")):
+            if path.is_file():
+                archive.write(path, f"{name}/{path.relative_to(place)}")
+    return data.getvalue()
 
 
 POLL_SECONDS = 1.0  # seconds between looks
@@ -129,6 +88,8 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
         raise SettingsError("fastapi is not installed; pip install 'fedvlm[watch]'") from error
 
     server = FastAPI(openapi_url=None)
+    if not is_server(folder):
+        _add_site_routes(server, folder, token)
 
     @server.middleware("http")
     async def check_access(request: Request, call: Any) -> Response:
@@ -138,9 +99,8 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
         return reply
 
     @server.get("/")
-    def live() -> HTMLResponse:
-        html, policy = live_page(folder)
-        return HTMLResponse(html, headers={"content-security-policy": policy})
+    def live() -> Any:
+        return _page_response(render_live_page(folder, token))
 
     @server.get("/state")
     def state() -> JSONResponse:
@@ -169,10 +129,24 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
     def numbers() -> PlainTextResponse:
         return PlainTextResponse(prometheus_metrics(folder))
 
-    @server.post("/consent")
+    return server
+
+
+def _page_response(content: tuple[str, str]) -> Any:
+    from fastapi.responses import HTMLResponse
+
+    return HTMLResponse(content[0], headers={"content-security-policy": content[1]})
+
+
+def _add_site_routes(server: Any, folder: Path, token: str) -> None:
+    """Add what only a site has: consent and its classifiers."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+    def consent_page() -> Any:
+        return _page_response(render_consent_page(folder, token))
+
     async def consent(request: Request) -> JSONResponse:
-        if is_server(folder):
-            return JSONResponse({"detail": "consent is given at a site"}, 405)
         raw = bytearray()
         async for part in request.stream():
             raw += part
@@ -181,7 +155,15 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
         detail, code = await asyncio.to_thread(_answer_request, folder, bytes(raw))
         return JSONResponse({"detail": detail}, code)
 
-    return server
+    def classifier(name: str) -> Response:
+        if (data := pack_classifier(folder, name)) is None:
+            return PlainTextResponse("there is no classifier of this name here", 404)
+        named = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name)}.zip"}
+        return Response(data, media_type="application/zip", headers=named)
+
+    server.add_api_route("/consent", consent_page)
+    server.add_api_route("/consent", consent, methods=["POST"])
+    server.add_api_route("/classifiers/{name}", classifier)
 
 
 def _refusal(request: Any, token: str, hosts: set[str]) -> tuple[int, str] | None:
@@ -215,11 +197,11 @@ def _answer_request(folder: Path, raw: bytes) -> tuple[str, int]:
 
 
 async def _stream(folder: Path) -> AsyncIterator[str]:
-    """Yield the view each time it has changed."""
+    """Yield a hash of the view each time it has changed; the page then asks for itself."""
     last = ""
     while True:
         now = await asyncio.to_thread(live_view, folder)
-        text = json.dumps({**now, "time": ""}, ensure_ascii=False)
+        text = sha256(json.dumps(now, default=repr).encode()).hexdigest()
         if text != last:
             last = text
             yield f"data: {text}\n\n"

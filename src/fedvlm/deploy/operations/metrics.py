@@ -1,7 +1,6 @@
 """Return the numbers of a server or a site in Prometheus' text format."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -9,14 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fedvlm.deploy.identity.certificates import find_certificate, read_own_certificate
-from fedvlm.deploy.identity.enrolment import server_days_left
 from fedvlm.deploy.operations import events
 from fedvlm.deploy.operations.security_log import SECURITY_LOG_FILE
 from fedvlm.deploy.operations.status import State, status
 from fedvlm.deploy.site.consent import waiting_requests
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.errors import FedVLMError
 
 DAY_SECONDS = 86400
 METRICS = {  # type and help, by the name without its prefix
@@ -60,7 +56,7 @@ def _escape_label(text: str) -> str:
 
 def _common_samples(folder: Path, state: State) -> Iterator[Sample]:
     yield "up", {}, int(state["up"])
-    yield "disk_free_bytes", {}, shutil.disk_usage(folder).free
+    yield "disk_free_bytes", {}, state["free bytes"]
     for event, count in sorted(count_refusals(folder).items()):
         yield "refusals_total", {"event": event}, count
 
@@ -82,16 +78,16 @@ def _server_samples(folder: Path, state: State) -> Iterator[Sample]:
     yield from ((name, {}, run[key]) for name, key in names.items() if run.get(key) is not None)
     history = events.read_events(folder)
     yield "traffic_bytes_total", {}, 1000 * sum(event["kB"] for event in history if event["kind"] == "round")
-    yield "certificate_remaining_seconds", {"name": "server"}, DAY_SECONDS * server_days_left(folder)
+    yield "certificate_remaining_seconds", {"name": "server"}, DAY_SECONDS * state["certificate days"]
     missed = Counter(str(event.get("site")) for event in history if event["kind"] == "missing")
     for site, site_state in state["sites"].items():
         yield "site_answers", {"site": site}, int(site_state["state"] in ("answers", "connected"))
         yield "site_missed_rounds_total", {"site": site}, missed[site]
-        heard = [event for event in history if _is_from(event, site)]
-        if heard:
-            yield "last_contact_timestamp_seconds", {"site": site}, _timestamp(heard[-1]["time"])
-        if certificate := find_certificate(folder, site):
-            yield "certificate_remaining_seconds", {"name": site}, DAY_SECONDS * certificate.days_left
+        heard = [event["time"] for event in history if _is_from(event, site)]
+        if contact := site_state["contact"] or (heard and heard[-1]):
+            yield "last_contact_timestamp_seconds", {"site": site}, _timestamp(contact)
+        if (days := site_state["certificate days"]) is not None:
+            yield "certificate_remaining_seconds", {"name": site}, DAY_SECONDS * days
 
 
 def _is_from(event: Mapping[str, Any], site: str) -> bool:
@@ -104,9 +100,8 @@ def _site_samples(folder: Path, state: State) -> Iterator[Sample]:
     yield "consent_waiting", {}, len(waiting_requests(folder))
     if out:
         yield "last_contact_timestamp_seconds", {"site": state["name"]}, _timestamp(out[-1]["time"])
-    with suppress(FedVLMError):
-        remaining = DAY_SECONDS * read_own_certificate(folder).days_left
-        yield "certificate_remaining_seconds", {"name": state["name"]}, remaining
+    if (days := state["certificate days"]) is not None:
+        yield "certificate_remaining_seconds", {"name": state["name"]}, DAY_SECONDS * days
     gained = state["gained"]
     if gained and gained["samples"]:
         yield "accuracy_ratio", {}, gained["federated"] / gained["samples"]

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
+import fedvlm
+from fedvlm.deploy.flower.fleet import Unreachable, check_server, server_date
+from fedvlm.deploy.identity.certificates import (
+    CERTIFICATE_FILE,
+    find_certificate,
+    last_contact,
+    read_certificate,
+    read_own_certificate,
+)
 from fedvlm.deploy.identity.enrolment import server_days_left
 from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
 from fedvlm.deploy.operations import events
@@ -22,6 +31,8 @@ from fedvlm.record import Record
 from fedvlm.storage.files import is_locked, read_json
 
 State = dict[str, Any]
+CONNECTED_SECONDS = 60.0  # since its last call that a site counts as connected
+ROUNDS_TO_FORECAST = 5  # whose time says how long the others take
 END_STATES = {"ended", "failed"}
 
 
@@ -43,26 +54,59 @@ def server_status(folder: Path) -> State:
 
     kit = read_server(folder)
     history = events.read_events(folder)
-    sites: dict[str, State] = {name: {"state": "not seen"} for name in kit.sites}
+    sites: dict[str, State] = {name: {"state": "not seen", "missed": 0} for name in kit.sites}
     run: State = {}
+    seconds: list[float] = []
     for event in history:
         kind, name = event["kind"], event.get("site")
         if kind == "begun":
             keys = ("method", "training", "rounds", "record")
-            run = {key: event.get(key) for key in keys} | {"state": "running", "round": 0}
+            run = {key: event.get(key) for key in keys} | {"state": "running", "round": 0, "total kB": 0.0}
+            seconds = []
+            for site_state in sites.values():
+                site_state["missed"] = 0
         elif kind == "round":
             run |= {key: event.get(key) for key in ("round", "share", "kB", "seconds")}
+            run["total kB"] = run.get("total kB", 0.0) + (event.get("kB") or 0.0)
+            seconds.append(event.get("seconds") or 0.0)
             for site in event.get("there", []):
-                sites.setdefault(site, {}).update(state="answers", why="", time=event["time"])
+                accuracy = event.get("results", {}).get(site)
+                sites.setdefault(site, {}).update(state="answers", why="", time=event["time"], accuracy=accuracy)
         elif kind in END_STATES:
             run |= {"state": kind, "why": event.get("why", "")}
         if name in sites and kind in ("connected", "refused", "missing"):
             sites[name].update(state=kind, why=event.get("why", ""), time=event["time"])
-            sites[name] |= {"samples": event["samples"]} if "samples" in event else {}
+            sites[name] |= {key: event[key] for key in ("samples", "version") if key in event}
+            sites[name]["missed"] += kind == "missing"
+    if run.get("state") == "running" and seconds:
+        run["seconds left"] = round(median(seconds[-ROUNDS_TO_FORECAST:]) * max(0, run["rounds"] - run["round"]))
+    for name, site_state in sites.items():
+        contact = last_contact(folder, name)
+        site_state["contact"] = contact and contact.isoformat(timespec="seconds")
+        certificate = find_certificate(folder, name)
+        site_state["certificate days"] = certificate and certificate.days_left
+        is_fresh = contact is not None and (datetime.now(UTC) - contact).total_seconds() < CONNECTED_SECONDS
+        if is_fresh and site_state["state"] == "not seen":
+            site_state["state"] = "connected"
+        site_state["connected"] = is_fresh
     return {
+        **machine_facts(folder),
+        "certificate days": server_days_left(folder),
         **{"who": "server", "address": kit.address, "up": is_server_up(kit), "run": run},
         **{"sites": sites, "last": history[-1] if history else None},
     }
+
+
+def _own_days_left(folder: Path) -> int | None:
+    """Return the days of a site's certificate; the key, which may need a passphrase, is not read."""
+    try:
+        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).days_left
+    except (FedVLMError, OSError):  # none yet, or damaged: the site says so when it starts
+        return None
+
+
+def machine_facts(folder: Path) -> State:
+    return {"version": fedvlm.__version__, "free bytes": shutil.disk_usage(folder).free}
 
 
 def site_status(folder: Path) -> State:
@@ -72,9 +116,15 @@ def site_status(folder: Path) -> State:
     budget = PrivacyBudget(ledger)
     out = [line for line in ledger.lines if line["direction"] == "out"]
     gains = [event for event in history if event["kind"] == "gained"]
+    opened = [event for event in history if event["kind"] == "opened"]
+    requests = [line for line in ledger.lines if line["direction"] == "in"]
     refused = [line for line in ledger.lines if line["direction"] == "refused"]
     return {
         **{"who": "site", "name": kit.name, "address": kit.address, "up": is_locked(folder / ".lock")},
+        **machine_facts(folder),
+        "certificate days": _own_days_left(folder),
+        "training": opened[-1] if opened else None,
+        "last in": requests[-1]["time"] if requests else None,
         "trainings": f"{len(budget.trainings)} of {policy.trainings}",
         "rounds": f"{budget.rounds.total()} of {policy.all_rounds}",
         "bytes out": sum(line["bytes"] for line in out),
@@ -185,7 +235,6 @@ def _common_checks(folder: Path) -> Iterator[tuple[str, Check]]:
 def _check_versions() -> str:
     from importlib.metadata import version
 
-    import fedvlm
     from fedvlm.engines import flower as api
 
     api.import_flower()
@@ -281,8 +330,6 @@ def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
 
 
 def _certificate_days(kit: SiteKit) -> int:
-    from fedvlm.deploy.identity.certificates import read_own_certificate
-
     return read_own_certificate(kit.folder).days_left
 
 

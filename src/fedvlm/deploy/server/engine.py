@@ -214,7 +214,7 @@ class RemoteEngine(FlowerEngine):
         self.sites[name] = SiteOpening(header, first, values.get("text"), values.get("descriptions"))
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
-        self.log_event("connected", site=name, samples=self.rows[name])
+        self.log_event("connected", site=name, samples=self.rows[name], version=header.get("software", ""))
 
     def check_opening(self, message: Message, request: Message) -> None:
         """Check what a single site can get wrong; differences between sites are checked later."""

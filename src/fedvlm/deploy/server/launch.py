@@ -1,7 +1,7 @@
 """Start a deployed run and wait for it; rehearse a deployment on one machine."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,24 +10,22 @@ from time import monotonic, sleep
 from typing import Any
 
 from fedvlm.deploy.flower.processes import (
-    CONNECTION_NAME,
     Process,
     flower_environment,
     free_port,
     is_server_up,
-    run_flwr,
     start_superlink,
 )
-from fedvlm.deploy.kits import ServerKit, create_kits, read_server
-from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
-from fedvlm.deploy.server.run import (
-    ERROR_FILE,
-    JOIN_RESULT_FILE,
+from fedvlm.deploy.kits import (
     RUN_REQUEST_FILE,
-    check_deployable,
-    stated_settings,
-    with_rules,
+    RUN_STATES_FILE,
+    STOP_FILE,
+    ServerKit,
+    create_kits,
+    read_server,
 )
+from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
+from fedvlm.deploy.server.run import ERROR_FILE, JOIN_RESULT_FILE, check_deployable, stated_settings, with_rules
 from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import FederationError, SettingsError, unknown_name
@@ -40,81 +38,49 @@ from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import read_json, to_toml, write_file, write_json
 
-STATUS_INTERVAL_SECONDS = 20.0  # seconds between questions to Flower whether a run still runs
-MAX_STATUS_TRIES = 3  # of such a question
-ACTIVE_STATUSES = ("running", "starting", "pending")  # Flower's words for a run that has not ended
-MAX_PENDING_SECONDS = 60.0  # seconds a server takes at most to begin one
+STATUS_INTERVAL_SECONDS = 5.0  # seconds between questions whether the server still answers
+MAX_PENDING_SECONDS = 60.0  # seconds a server takes at most to begin a run
 
 
 def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Callable[[], None]) -> None:
     """Wait for the result, or raise the server's error."""
     started = looked = monotonic()
-    log = kit.folder / "superlink.log"
+    log, state = kit.folder / "superlink.log", "pending"
     while not done():
         on_poll()
+        last_state, state = state, run_states(kit).get(id, "pending")
         if (kit.folder / ERROR_FILE).exists():
             raise FederationError((kit.folder / ERROR_FILE).read_text())
+        if state == "ended" and last_state == "ended" and not done():
+            raise FederationError(f"the run ended without a result; repeat the command to resume, and see {log}")
+        if state == "pending" and (last_state != "pending" or monotonic() - started > MAX_PENDING_SECONDS):
+            stop_run(kit, [id])
+            raise FederationError(
+                f"the server has not started the run within {MAX_PENDING_SECONDS:g} s, or was started again; repeat "
+                f"the command to resume, and see {log}"
+            )
         if monotonic() - looked > STATUS_INTERVAL_SECONDS:
-            status = _run_status(kit, id)
             looked = monotonic()
-            if "pending" in status and looked - started > MAX_PENDING_SECONDS:
-                run_flwr(kit, "stop", id, CONNECTION_NAME)
+            if not is_server_up(kit):
                 raise FederationError(
-                    f"the server has not started the run within {MAX_PENDING_SECONDS:g} s; restart the server, and see "
-                    f"{log}"
+                    f"the server at {kit.address} no longer answers; start it: fedvlm deploy server {kit.folder}, and "
+                    "repeat the command to resume"
                 )
-            if not any(word in status for word in ACTIVE_STATUSES):
-                sleep(1.0)
-                if not done() and not (kit.folder / ERROR_FILE).exists():
-                    raise FederationError(
-                        f"the run ended without a result ({status}); repeat the command to resume, and see {log}"
-                    )
         sleep(0.2)
     on_poll()
 
 
-def _run_status(kit: ServerKit, id: str) -> str:
-    """Return Flower's status of a run; retry a server that is slow once."""
-    for _ in range(MAX_STATUS_TRIES):
-        listed: Any = run_flwr(kit, "list", CONNECTION_NAME, "--run-id", id)
-        if "runs" in listed:
-            return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
-        if not is_server_up(kit):
-            raise FederationError(
-                f"the server at {kit.address} no longer answers; start it: fedvlm deploy server {kit.folder}, and "
-                "repeat the command to resume"
-            )
-    reason = str(listed.get("error-message", listed)).strip()
-    raise FederationError(f"the server does not report the state of the run: {reason}")
+def run_states(kit: ServerKit) -> dict[str, str]:
+    """Return whether each run is running or has ended, of those since the server was started."""
+    path = kit.folder / RUN_STATES_FILE
+    return dict(read_json(path)) if path.exists() else {}
 
 
-FLOWER_APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
-    "pyproject.toml": """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
+def stop_run(kit: ServerKit, ids: Sequence[str]) -> None:
+    """Ask the server to stop these runs."""
+    write_json(kit.folder / STOP_FILE, list(ids))
 
-[project]
-name = "fedvlm-app"
-version = "1.0.0"
-description = "fedvlm over Flower"
-license = "Apache-2.0"
-dependencies = []
 
-[tool.flwr.app]
-publisher = "fedvlm"
-
-[tool.flwr.app.components]
-serverapp = "fedvlm_app.server:app"
-clientapp = "fedvlm_app.client:app"
-
-[tool.flwr.app.config]
-request = ""
-""",
-    "fedvlm_app/__init__.py": "",
-    "fedvlm_app/server.py": "app = None\n",
-    "fedvlm_app/client.py": "app = None\n",
-}
 Progress = Callable[[str, int, int], None]
 
 
@@ -180,25 +146,19 @@ def _request_run(
 ) -> None:
     """Let the server's process carry out a request, and wait for it."""
     _check_server_up(kit)
-    for name, text in FLOWER_APP.items():
-        write_file(kit.folder / "app" / name, text.encode())
     tail = EventTail(kit.folder)
     id = token_hex(8)
-    write_json(kit.folder / RUN_REQUEST_FILE, {**request, "id": id})
     (kit.folder / ERROR_FILE).unlink(missing_ok=True)
-    app = str(kit.folder.resolve() / "app")
-    answer = run_flwr(kit, "run", app, CONNECTION_NAME, "--run-config", f'request="{id}"')
-    if "run-id" not in answer:
-        raise FederationError(f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}")
+    write_json(kit.folder / RUN_REQUEST_FILE, {**request, "id": id})
 
     def poll() -> None:
         _print_events(tail, print_line)
         step()
 
     try:
-        wait_for_run(kit, str(answer["run-id"]), done, poll)
+        wait_for_run(kit, id, done, poll)
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
-        run_flwr(kit, "stop", str(answer["run-id"]), CONNECTION_NAME)
+        stop_run(kit, [id])
         raise
 
 
@@ -208,17 +168,11 @@ def _check_server_up(kit: ServerKit) -> None:
 
 
 def stop_runs(kit: ServerKit) -> list[str]:
-    """Stop what the server is running and return the run numbers; a stopped run can be resumed."""
+    """Stop what the server is running and return the runs; a stopped run can be resumed."""
     if not is_server_up(kit):
         raise FederationError(f"no server answers at {kit.address}, so nothing is running there")
-    listed: Any = run_flwr(kit, "list", CONNECTION_NAME)
-    active_ids = [
-        str(run_info["run-id"])
-        for run_info in listed.get("runs", [])
-        if any(word in str(run_info.get("status")) for word in ACTIVE_STATUSES)
-    ]
-    for id in active_ids:
-        run_flwr(kit, "stop", id, CONNECTION_NAME)
+    active_ids = [id for id, state in run_states(kit).items() if state == "running"]
+    stop_run(kit, active_ids)
     if active_ids:
         EventLog(kit.folder)("failed", why="it was stopped by a person; it can be resumed")
     return active_ids

@@ -16,7 +16,7 @@ from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
-from fedvlm.deploy.kits import REFERENCE_FILE, ServerKit, read_server
+from fedvlm.deploy.kits import REFERENCE_FILE, RUN_REQUEST_FILE, ServerKit, read_server
 from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
 from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
@@ -170,7 +170,6 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
 
 
 MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
-RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is asked for
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 

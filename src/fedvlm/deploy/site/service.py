@@ -1,31 +1,31 @@
 """Serve a site: answer the server's signed requests with its own samples, under its policy and ledger."""
 
-import os
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event
 from time import monotonic
 from typing import Any
 
+import fedvlm
 from fedvlm import tensors
 from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.splits import SPLITS
-from fedvlm.deploy.flower import SUPEREXEC_ENDED
-from fedvlm.deploy.flower.access import SECRET_FILE as CONTROL
-from fedvlm.deploy.flower.access import TOKEN_FOLDER_VARIABLE, new_secret
-from fedvlm.deploy.flower.processes import Process, Unreachable, check_server, start_supernode
-from fedvlm.deploy.flower.site import CONNECTION_LOST, SITE_SOCKET_VARIABLE, receive_message, send_messages
+from fedvlm.deploy.flower.fleet import (
+    CallRefused,
+    FleetClient,
+    NotAdmitted,
+    Stopped,
+    Unreachable,
+    check_server,
+    serve_requests,
+)
 from fedvlm.deploy.identity.certificates import describe_validity, federation_id, read_own_certificate
 from fedvlm.deploy.identity.keys import Signer, Verifier
-from fedvlm.deploy.kits import SiteKit, write_secret
+from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import (
     ECHOED_FIELDS,
     SCORE_COUNTS,
@@ -42,7 +42,7 @@ from fedvlm.deploy.messages import (
     public_encoder_name,
     training_key,
 )
-from fedvlm.deploy.operations.events import EventLog, EventLogger
+from fedvlm.deploy.operations.events import EventLog, EventLogger, validation_accuracy
 from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.deploy.site.consent import (
     check_consent,
@@ -95,6 +95,7 @@ class Site:
         self.sums = SumMember(kit, self.sign, federation, self)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
+        self.accuracy: float | None = None  # on its validation samples, of the last round; for its people's eyes
         self.n_unsigned, self.last_unsigned_log = 0, -UNSIGNED_LOG_SECONDS
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
@@ -155,6 +156,7 @@ class Site:
         spends = site_training.upload_cost if kind == "upload" else 0.0
         self.budget.admit(policy, kind, key, spends)
         reply, state = self.handler.answer(request, state)
+        self.accuracy = validation_accuracy(reply.header["scores"])
         scores, described = policy.allowed_scores(reply.header["scores"]), reply.header["described"]
         if site_training.is_trial:  # counts of correct validation samples are enough to choose by
             scores = {name: scores[name] for name in SCORE_COUNTS}
@@ -200,8 +202,10 @@ class Site:
         self.budget.count_line(entry)
         if fields and "error" not in details:
             names = list(reply.arrays) or ["a signature" if fields.kind in SUM_KINDS else "scores only"]
-            activity = ACTIVITIES.get(fields.kind, f"round {fields.round}")
-            self.log_event("sent", what=activity, bytes=len(data), fields=names)
+            number = fields.round + 1 if fields.kind in ("round", "sum") else None
+            activity = ACTIVITIES.get(fields.kind, f"round {number}")
+            facts = {"round": number, "share": self.accuracy if fields.kind == "round" else None}
+            self.log_event("sent", what=activity, bytes=len(data), fields=names, **facts)
         return reply
 
     def _count_unsigned(self) -> None:
@@ -243,10 +247,12 @@ class Site:
             # Members of a verified sum add up their counts, and tell nobody their own.
             "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
+            "software": fedvlm.__version__,
         }
         self.log_event(
             "opened",
             method=settings.method.name,
+            rounds=settings.method.rounds,
             samples=len(member.train),
             validation=len(member.validation),
             classes=len(set(site_training.labels.tolist())),
@@ -353,51 +359,24 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
     """Serve requests at a site until it is stopped."""
     certificate = read_own_certificate(kit.folder)
     site = Site(kit, print_line)
-    log_event = site.log_event
     stop = stop or Event()
-    with (
-        exclusive_lock(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
-        TemporaryDirectory(prefix="fedvlm-") as place,
-        socket.socket(socket.AF_UNIX) as listener,
-    ):
-        bin = Path(place) / "bin"
-        bin.mkdir()
-        _write_script(bin / "flower-superexec", "site", "run_superexec")
-        write_secret(Path(place) / CONTROL, new_secret())
-        listener.bind(str(Path(place) / "desk"))
-        listener.listen(8)
-        listener.settimeout(0.5)
+    with exclusive_lock(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"):
         until = describe_validity(certificate.days_left, kit.folder)
-        log_event("connecting", site=kit.name, address=kit.address, until=until)
-        if not _wait_for_server(kit, log_event, stop):
+        site.log_event("connecting", site=kit.name, address=kit.address, until=until)
+        if not _wait_for_server(kit, site.log_event, stop):
             return
-        node = _start_node(kit, bin, place)
+        client = FleetClient(kit.address, kit.folder, stop)
         try:
-            while not stop.is_set():
-                if not node.alive:
-                    raise FederationError(describe_supernode_exit(kit, node))
-                try:
-                    stream, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError as error:  # as when no file can be opened for a while
-                    log_event("said", text=f"a request was not accepted ({error})")
-                    stop.wait(0.5)
-                    continue
-                with stream:
-                    answer_request(site, stream)
+            client.connect()
+            serve_requests(client, site.answer, site.log_text)
+        except (NotAdmitted, CallRefused) as error:
+            reason = describe_refusal(kit, error)
+            site.log_text(reason)
+            raise FederationError(reason) from error
+        except Stopped:
+            return
         finally:
-            node.stop()
-
-
-def answer_request(site: Site, stream: socket.socket) -> None:
-    """Answer one request; no error ends the site."""
-    stream.settimeout(60)
-    try:
-        send_messages(stream, site.answer(receive_message(stream), receive_message(stream)))
-    except Exception as error:
-        with suppress(Exception):  # also if nobody reads what the site says
-            site.log_text(f"a request was not answered ({type(error).__name__}: {error})")
+            client.disconnect()
 
 
 def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
@@ -415,31 +394,12 @@ def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
     return False
 
 
-def _start_node(kit: SiteKit, bin: Path, place: str) -> Process:
-    source = str(Path(__file__).resolve().parents[3])  # as this process found fedvlm
-    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {SITE_SOCKET_VARIABLE: str(Path(place) / "desk"), TOKEN_FOLDER_VARIABLE: place, "PYTHONPATH": paths}
-    return start_supernode(kit, bin, environment)
-
-
-def _write_script(path: Path, module: str, main: str) -> None:
-    """Write a program that is found before Flower's own of that name."""
-    named = f"from fedvlm.deploy.flower.{module} import {main}"
-    path.write_text(f"#!{sys.executable}\n{named}\n{main}()\n")
-    path.chmod(0o700)
-
-
-def describe_supernode_exit(kit: SiteKit, node: Process) -> str:
-    """Explain why a SuperNode ended, with the remedy."""
-    log_tail = node.tail()
-    causes = [cause for cause in (SUPEREXEC_ENDED, CONNECTION_LOST) if cause in log_tail]
-    if node.killed:
-        causes.append(f"its SuperNode was ended by {node.killed}")
-    if causes:
-        return f"site {kit.name} stopped: {causes[0]}; start it again. Flower says:\n{log_tail}"
-    return (
-        f"site {kit.name} is not admitted at {kit.address}; either its key is not known there, because it was revoked "
-        "or renewed, has expired, or is of another federation (ask the server's people, who see it by `fedvlm deploy "
-        "keys`), or a copy of the kit is connected (or was, a minute ago), or the server has a new database (start the "
-        f"site again). Flower says:\n{log_tail}"
+def describe_refusal(kit: SiteKit, error: Exception) -> str:
+    """Explain why the server does not admit this site, with the remedy."""
+    cause = (
+        "its key is not known there, because it was revoked or renewed, has expired, or is of another federation: ask "
+        "the server's people, who see it by `fedvlm deploy keys`"
     )
+    if isinstance(error, CallRefused):
+        cause = "a copy of the kit is connected, or was a minute ago: stop the copy, and start the site again"
+    return f"site {kit.name} is not admitted at {kit.address}; {cause} ({error})"

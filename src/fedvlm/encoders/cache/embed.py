@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import Dataset, Digests, EmbeddedTable
+from fedvlm.data.table import Dataset, Digests, EmbeddedTable, count_classes
 from fedvlm.encoders import BATCH, Batching, Encoder, Vectors, fingerprint
 from fedvlm.encoders.cache import Entry, cache_directory, find_entry, lock_entry
 from fedvlm.encoders.cache.rows import Claims, RowFile
@@ -100,7 +100,9 @@ class DatasetImages:
         """Return the rows that can be read; refuse a class without any."""
         fine = [bool(d) and d not in self._undecoded for d in self.digests]
         rows = np.flatnonzero(np.array(fine))
-        lost_classes = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
+        lost_classes = np.flatnonzero(
+            (count_classes(self._dataset, slice(None)) > 0) & (count_classes(self._dataset, rows) == 0)
+        )
         if lost_classes.size:
             raise DataError(
                 f"no image of class {self._dataset.classes[int(lost_classes[0])]!r} of "
@@ -150,10 +152,12 @@ def embed(
             run.encode_all(todo, decoders)
         rows, skipped = images.readable_rows(), images.skipped()
         content = [images.digests[row] for row in rows]
-        grid, text = tables.patches, None
+        grid, text, negative_text = tables.patches, None, None
         if "text" in encoder.offers:
             table = entry.ensure_table("text.float32", "float32", (encoder.dim,))
             text = class_embeddings(encoder, table, dataset.classes, dataset.templates)
+            if dataset.findings is not None:
+                negative_text = class_embeddings(encoder, table, dataset.classes, dataset.negative_templates)
         embedded = EmbeddedTable(
             name=dataset.name,
             classes=dataset.classes,
@@ -169,8 +173,11 @@ def embed(
             patches=None if grid is None else _grid(grid, content),
             encoder=f"{encoder.name}@{key[:16]}",
             fingerprint="",
+            findings=dataset.findings,
+            negative_text=negative_text,
         )
-    embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
+    templates = dataset.templates if dataset.findings is None else (*dataset.templates, *dataset.negative_templates)
+    embedded = replace(embedded, fingerprint=_fingerprint(embedded, templates))
     return EmbedResult(embedded, run.encoded, skipped, rows)
 
 
@@ -322,6 +329,7 @@ def _fingerprint(embedded: EmbeddedTable, templates: tuple[str, ...]) -> str:
     digest = sha256("\x1e".join(embedded.content).encode())
     columns = [embedded.domains, embedded.clients, embedded.splits]
     columns += [] if embedded.groups is None else [embedded.groups]
+    columns += [] if embedded.findings is None else [embedded.findings.ravel().astype(np.str_)]
     for words in (embedded.classes, templates, embedded.labels.astype(str), *columns):
         digest.update("\x1e".join(["\x1d", *words]).encode())
     return digest.hexdigest()

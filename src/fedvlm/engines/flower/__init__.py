@@ -19,62 +19,26 @@ QUIET_ENVIRONMENT = {
 PUBLIC_NAMES = {  # `api.NAME` is that of this module of Flower
     "ClientApp": "flwr.clientapp",
     "Grid": "flwr.serverapp",
-    "TaskIdentity": "flwr.supercore.task_identity",
+    "ServerApp": "flwr.serverapp",
 }
-INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
-    ("flwr.cli.app", "app"),
-    ("flwr.clientapp", "ClientApp"),
-    ("flwr.common.constant", "HEARTBEAT_DEFAULT_INTERVAL"),
-    ("flwr.common.constant", "NOOP_ACCOUNT_NAME"),
-    ("flwr.common.constant", "NOOP_FLWR_AID"),
-    ("flwr.common.constant", "ErrorCode.CLIENT_APP_RAISED_EXCEPTION"),
-    ("flwr.common.constant", "SubStatus.COMPLETED"),
-    ("flwr.common.constant", "SubStatus.FAILED"),
-    ("flwr.proto.fleet_pb2", "DeactivateNodeRequest"),
-    ("flwr.proto.runtime_pb2", "SendTaskHeartbeatRequest"),
-    ("flwr.supercore", "telemetry"),
-    ("flwr.supercore.cli", "flower_superexec"),
-    ("flwr.supercore.constant", "TaskType"),
-    ("flwr.supercore.heartbeat", "HeartbeatSender"),
-    ("flwr.supercore.interceptors", "RuntimeTokenHttpInterceptor"),
-    ("flwr.supercore.interceptors", "RuntimeVersionHttpInterceptor"),
-    ("flwr.supercore.object_store.object_store_factory", "InMemoryObjectStore.get"),
-    ("flwr.supercore.protobuf.client", "ProtobufClient._send"),
-    ("flwr.supercore.retry", "exponential"),
-    ("flwr.supercore.retry", "make_simple_http_retry_invoker"),
-    ("flwr.supercore.run", "RunNotRunningException"),
-    ("flwr.supercore.runtime", "RuntimeHttpClient.from_server_address"),
-    ("flwr.supercore.superexec.executor", "LaunchResult.accepted"),
-    ("flwr.supercore.superexec.executor", "LaunchResult.failed"),
-    ("flwr.supercore.superexec.executor.subprocess_executor", "SubprocessExecutor.launch"),
-    ("flwr.supercore.superexec.run_superexec", "AutoExecPlugin.supported_task_types"),
-    ("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker"),
-    ("flwr.superlink.cli", "flower_superlink"),
-    ("flwr.superlink.cli", "flwr_serverapp"),
-    ("flwr.superlink.cli.flower_superlink", "uvicorn.run"),
-    ("flwr.superlink.extensions", "get_middleware"),
-    ("flwr.superlink.grid.http_grid", "make_simple_http_retry_invoker"),
-    ("flwr.superlink.grid.http_grid", "pull_objects"),
-    ("flwr.superlink.runtime.run_serverapp", "get_fab_metadata"),
-    ("flwr.superlink.runtime.run_serverapp", "get_fused_config_from_dir"),
-    ("flwr.superlink.runtime.run_serverapp", "get_project_config"),
-    ("flwr.superlink.runtime.run_serverapp", "get_project_dir"),
-    ("flwr.superlink.runtime.run_serverapp", "install_from_fab"),
-    ("flwr.superlink.runtime.run_serverapp", "run_"),
-    ("flwr.supernode.cli", "flower_supernode"),
-    ("flwr.supernode.fleet_http_connection", "FleetHttpClient.ActivateNode"),
-    ("flwr.supernode.fleet_http_connection", "FleetHttpClient.DeactivateNode"),
-    ("flwr.supernode.fleet_http_connection", "HeartbeatSender"),
-    ("flwr.supernode.fleet_http_connection", "make_simple_http_retry_invoker"),
-    ("flwr.supernode.main", "create_app"),
-    ("flwr.supernode.runtime.run_clientapp", "pull_task_input"),
-    ("flwr.supernode.runtime.run_clientapp", "push_message"),
-    ("flwr.supernode.runtime.run_clientapp", "push_task_output"),
-    ("flwr.supernode.nodestate.in_memory_nodestate", "CLIENT_APP_CRASHED_ERROR"),
-    ("flwr.supernode.nodestate.nodestate_factory", "InMemoryNodeState.finish_task"),
-    ("flwr.supernode.start_client_internal", "_pull_and_store_message"),
-    ("flwr.supernode.start_client_internal", "subprocess"),
-    ("flwr.supernode.start_client_internal", "time"),
+INTERNAL_NAMES = {  # (module, name) that deploy/flower calls, and why; none is replaced
+    ("flwr.common.serde", "message_to_proto"): "writes the header of a site's reply",
+    ("flwr.proto", "fleet_pb2"): "connects a site, asks for requests and sends replies",
+    ("flwr.proto", "heartbeat_pb2"): "keeps a site online",
+    ("flwr.proto", "message_pb2"): "carries the parts of requests and replies",
+    ("flwr.supercore", "telemetry"): "shows whether Flower would report its use",
+    ("flwr.supercore.constant", "NOOP_FEDERATION_ID"): "names the one federation of a SuperLink in its database",
+    ("flwr.supercore.inflatable.inflatable_object", "get_all_nested_objects"): "takes a message apart",
+    ("flwr.supercore.inflatable.inflatable_object", "get_object_tree"): "lists the parts of a message",
+    ("flwr.supercore.inflatable.inflatable_utils", "inflate_object_from_contents"): "puts a message together",
+    ("flwr.supercore.task_identity", "TaskIdentity"): "says whose message it is that the server creates",
+    ("flwr.superlink.main", "create_app"): "is the SuperLink with its database, whose state our grid reads and writes",
+}
+STATE_METHODS = (  # of the SuperLink's state that the server calls
+    *("acknowledge_task_heartbeat", "activate_task", "claim_task", "cleanup_run", "create_node", "create_run"),
+    *("deactivate_node", "delete_messages", "finish_task", "get_message_res", "get_node_id_by_public_key"),
+    *("get_nodes", "get_object", "get_run_info", "object_store", "session", "start_session"),
+    *("store_message_and_object_tree", "store_object"),
 )
 
 
@@ -96,7 +60,8 @@ def import_flower() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PUBLIC_NAMES:
+    modules = PUBLIC_NAMES | {"TaskIdentity": "flwr.supercore.task_identity"}
+    if name not in modules:
         raise AttributeError(f"fedvlm does not use {name!r} of Flower")
     import_flower()
-    return getattr(import_module(PUBLIC_NAMES[name]), name)
+    return getattr(import_module(modules[name]), name)

@@ -93,12 +93,11 @@ def read_context_state(context: Any, context_name: str) -> Message:
 def collect_replies(
     grid: Any, ids: Iterable[str], seconds: float | None, is_complete: Callable[[], bool] = lambda: False
 ) -> Iterator[Any]:
-    """Yield replies as they come, until all are there, or `is_complete`, or time is up (`until`, also for half a
-    reply)."""
+    """Yield replies as they come, until all are there, or `is_complete`, or time is up."""
     waiting = set(ids)
-    grid.until = inf if seconds is None else monotonic() + seconds
+    end = inf if seconds is None else monotonic() + seconds
     while waiting:
-        over = monotonic() > grid.until
+        over = monotonic() > end
         for message in grid.pull_messages(list(waiting)):
             waiting.discard(message.metadata.reply_to_message_id)
             yield message

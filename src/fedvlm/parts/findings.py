@@ -1,0 +1,233 @@
+"""Train a method on several findings per image: one binary problem for each finding.
+
+The method itself sees two classes, "no FINDING" and "FINDING". The tensors of all findings are stacked along a first
+axis, so that a federation of findings sends, stores and sums them like those of any other method.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import (
+    ClassStatistics,
+    Client,
+    Conditioned,
+    Described,
+    Frozen,
+    Method,
+    Tensors,
+    Totalled,
+    as_stacked,
+    setting,
+    upload_sum,
+)
+from fedvlm.errors import SettingsError
+from fedvlm.parts.bodies import adapts
+
+SINGLE_PREFIX = "finding "  # of a tensor that not all findings have in one shape
+Means = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def check_multi_label(method: Method) -> None:
+    """Refuse a method that cannot train several findings per image."""
+    if not method.traits.classes.multi_label:
+        raise SettingsError(
+            f"{method.name} gives every image exactly one class, and these data have several findings per image; "
+            "`fedvlm list methods` shows the methods for several findings"
+        )
+    if setting(method, "noise_multiplier"):
+        raise SettingsError(
+            f"{method.name}.noise_multiplier accounts for one class per image, and here one image changes the "
+            "statistics of several findings; set channel.noise_multiplier instead"
+        )
+
+
+def finding_frozen(frozen: Frozen, finding: int) -> Frozen:
+    """Return what is frozen for one finding: two classes, without and with it."""
+    text, tower = frozen.text, frozen.text_tower
+    name = frozen.classes[finding]
+    if text is not None and frozen.negative_text is not None:
+        text = torch.stack([frozen.negative_text[finding], text[finding]])
+    if tower is not None:  # made for "no FINDING", "FINDING" of each finding in turn
+        part = slice(2 * finding, 2 * finding + 2)
+        tower = replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})  # type: ignore[type-var]
+    return replace(
+        frozen,
+        classes=(f"no {name}", name),
+        text=text,
+        text_tower=tower,
+        descriptions=None,
+        negative_text=None,
+        multi_label=False,
+    )
+
+
+def finding_client(client: Client, finding: int) -> Client:
+    """Return a client with the labels of one finding; samples whose label is unknown are in no minibatch."""
+    y, val_y = client.y[..., finding], client.val_y[..., finding]
+    flat = client.order.clamp(min=0).flatten(-2)
+    known = y.gather(-1, flat).reshape(client.order.shape) >= 0
+    order = torch.where(known, client.order, -1)
+    return replace(client, y=y, val_y=val_y, order=order, texts=client.texts[..., :2, :0, :])
+
+
+def per_finding(method: Method) -> Method:
+    """Return the method as it trains all findings of `frozen.classes`, each as a binary problem."""
+    check_multi_label(method)
+    traits = method.traits
+    verbs: dict[str, Any] = dict(vars(_Verbs))
+    for protocol, names in (
+        (Described, ("describe",)),
+        (Conditioned, ("condition",)),
+        (ClassStatistics, ("covered_classes", "class_means")),
+        (Totalled, ("to_means", "from_means")),
+    ):
+        if not isinstance(method, protocol):
+            for name in names:
+                del verbs[name]
+    if not adapts(method):
+        del verbs["adapt"]
+    if as_stacked(method) is None:
+        del verbs["update_many"]
+    members: dict[str, Any] = {name: verb for name, verb in verbs.items() if not name.startswith("__")}
+    members |= {
+        "single": method,
+        "traits": replace(traits, privacy=replace(traits.privacy, upload_sum=upload_sum(method))),
+        "__reduce__": lambda self: (per_finding, (method,)),  # to worker processes
+    }
+    kind = type(type(method).__name__, (type(method),), members)
+    out: Method = object.__new__(kind)
+    out.__dict__.update(vars(method))
+    return out
+
+
+class _Verbs:
+    """The verbs of a method over several findings; `single` is the method of one finding."""
+
+    single: Any
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        pairs = [self.single.init(finding_frozen(frozen, finding)) for finding in range(len(frozen.classes))]
+        return _stack([shared for shared, _ in pairs]), _stack([local for _, local in pairs])
+
+    def send(self, shared: Tensors, id: str) -> Tensors:
+        return _stack([self.single.send(part, id) for part in _unstack(shared)])
+
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
+        pairs = [
+            self.single.update(
+                finding_frozen(frozen, finding),
+                select_finding(sent, finding),
+                select_finding(local, finding),
+                finding_client(client, finding),
+            )
+            for finding in range(len(frozen.classes))
+        ]
+        return _stack([upload for upload, _ in pairs]), _stack([new_local for _, new_local in pairs])
+
+    def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
+        pairs = [
+            self.single.update_many(
+                finding_frozen(frozen, finding),
+                _select_of_clients(sent, finding),
+                _select_of_clients(local, finding),
+                finding_client(clients, finding),
+            )
+            for finding in range(len(frozen.classes))
+        ]
+        uploads, locals_ = (_stack([pair[which] for pair in pairs]) for which in (0, 1))
+        return _clients_first(uploads), _clients_first(locals_)
+
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
+        by_finding = zip(_unstack(shared), *map(_unstack, uploads), strict=True)
+        return _stack([self.single.aggregate(part, parts, weights, ids) for part, *parts in by_finding])
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        return _stack(
+            [
+                self.single.adapt(
+                    finding_frozen(frozen, finding),
+                    select_finding(sent, finding),
+                    select_finding(local, finding),
+                    finding_client(client, finding),
+                )
+                for finding in range(len(frozen.classes))
+            ]
+        )
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        """Return (samples, findings): the log odds of each finding."""
+        logits = [
+            self.single.predict(
+                finding_frozen(frozen, finding), select_finding(sent, finding), select_finding(local, finding), x
+            )
+            for finding in range(len(frozen.classes))
+        ]
+        return torch.stack([pair[..., 1] - pair[..., 0] for pair in logits], dim=-1)
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for finding, name in enumerate(frozen.classes):
+            parts = select_finding(sent, finding), select_finding(local, finding)
+            described = self.single.describe(finding_frozen(frozen, finding), *parts)
+            out |= {f"{name}: {key}": value for key, value in described.items()}
+        return out
+
+    def condition(self, local: Tensors) -> float:
+        return max(float(self.single.condition(part)) for part in _unstack(local))
+
+    def covered_classes(self, upload: Tensors) -> Tensor:
+        return torch.stack([self.single.covered_classes(part).any() for part in _unstack(upload)])
+
+    def class_means(self, upload: Tensors) -> Tensor | None:
+        means = [self.single.class_means(part) for part in _unstack(upload)]
+        return None if means[0] is None else torch.stack([pair[1] for pair in means])
+
+    def to_means(self, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+        out: dict[str, tuple[Tensor, Tensor]] = {}
+        for finding, part in enumerate(_unstack(upload)):
+            prefix = f"{finding} "
+            reference = {k.removeprefix(prefix): v for k, v in reference_means.items() if k.startswith(prefix)}
+            out |= {prefix + key: pair for key, pair in self.single.to_means(part, reference).items()}
+        return out
+
+    def from_means(self, means: Means) -> Tensors:
+        by_finding: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+        for key, pair in means.items():
+            finding, _, name = key.partition(" ")
+            by_finding.setdefault(int(finding), {})[name] = pair
+        return _stack([self.single.from_means(by_finding[finding]) for finding in sorted(by_finding)])
+
+
+def _clients_first(stacked: Tensors) -> Tensors:
+    """Exchange the axes of findings and clients."""
+    return {key: v if key.startswith(SINGLE_PREFIX) else v.transpose(0, 1) for key, v in stacked.items()}
+
+
+def _select_of_clients(stacked: Tensors, finding: int) -> Tensors:
+    return select_finding(_clients_first(stacked), finding)
+
+
+def _stack(parts: Sequence[Tensors]) -> Tensors:
+    """Stack the tensors that all findings have in one shape; the others keep a name with the finding's number."""
+    shapes = [{key: value.shape for key, value in part.items()} for part in parts]
+    regular = [key for key in shapes[0] if all(shape.get(key) == shapes[0][key] for shape in shapes)] if parts else []
+    out = {key: torch.stack([part[key] for part in parts]) for key in regular}
+    for finding, part in enumerate(parts):
+        out |= {f"{SINGLE_PREFIX}{finding} {key}": value for key, value in part.items() if key not in regular}
+    return out
+
+
+def select_finding(stacked: Tensors, finding: int) -> Tensors:
+    """Invert `_stack` for one finding."""
+    prefix = f"{SINGLE_PREFIX}{finding} "
+    out = {key: value[finding] for key, value in stacked.items() if not key.startswith(SINGLE_PREFIX)}
+    return out | {key.removeprefix(prefix): value for key, value in stacked.items() if key.startswith(prefix)}
+
+
+def _unstack(stacked: Tensors) -> list[Tensors]:
+    counts = [len(value) for key, value in stacked.items() if not key.startswith(SINGLE_PREFIX)]
+    return [select_finding(stacked, finding) for finding in range(counts[0] if counts else 0)]
