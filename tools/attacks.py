@@ -41,10 +41,10 @@ def attack(method: str, store: Path, n_samples: int, classes: list[str]) -> list
     tasks = [Task(id, world.method.send(state.shared, id), local, True) for id in ids]
     replies = Sequential(world).round(0, tasks).replies
     uploads = [replies[id].upload or {} for id in ids]
-    has_gram = 4 * n_samples >= SAMPLES_PER_DIMENSION * (world.frozen.dim + 1)
+    leaves_gram = 4 * n_samples >= SAMPLES_PER_DIMENSION * (world.frozen.dim + 1)
     return [
         span_auc(world, ids[:1], uploads[:1]),
-        span_auc(world, ids, uploads) if has_gram else None,  # else a verified sum has the diagonal alone
+        span_auc(world, ids, uploads) if leaves_gram else None,  # else the diagonal alone leaves
         recovered_from_upload(world, ids[0]),
         recovered_from_sum(world, ids),
     ]

@@ -32,7 +32,7 @@ from fedvlm.runner.reconstruction import recovered_from_sum, recovered_from_uplo
 from fedvlm.runner.settings import Settings, build
 
 Line = dict[str, Any]
-MAX_ATTACKED_CLIENTS = 8  # whose samples a crafted head is tried on; each takes seconds
+MAX_ATTACKED_CLIENTS = 4  # whose samples a crafted head is tried on; each takes seconds
 
 
 def audit(

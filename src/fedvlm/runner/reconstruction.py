@@ -22,11 +22,11 @@ from fedvlm.maths import gaussian_classes
 from fedvlm.maths.privacy import roc_auc
 from fedvlm.methods import auto
 
-MAX_REQUESTS = 200  # of a slab attack; a policy of `deploy init` allows 500 rounds
+MAX_REQUESTS = 490  # of a slab attack; a policy of `deploy init` allows 500 rounds
 STEEPNESS = 1e6  # logits for each unit of a projection
 MIN_SLAB_WIDTH = 1e-6  # narrower ones hold samples that a head in float32 cannot separate
 SIMILAR = 0.95  # cosine above which a guess counts as a sample
-GRAM_RIDGE = 1e-6  # relative to the mean eigenvalue: directions without samples cost a million
+GRAM_RIDGE = 1e-3  # relative to the mean eigenvalue: above rounding, and below what samples have
 GradientAt = Callable[[Tensor], Tensor]  # (classes, dim + 1) head -> Σ (p - y) [x, 1], of the same shape
 
 
@@ -42,6 +42,7 @@ def find_second_moment(upload: Tensors, dim: int) -> Tensor | None:
 def span_scores(second: Tensor, x: Tensor) -> Tensor:
     """Return minus xᵀ (Σ x xᵀ)⁻¹ x: at least -1 for a sample of the sum, and huge below it outside of their span."""
     x = torch.cat([x.double(), x.new_ones(len(x), 1, dtype=torch.float64)], dim=1)[:, : len(second)]
+    second = gaussian_classes.nearest_semidefinite(second)
     eye = torch.eye(len(second), dtype=torch.float64)
     ridge = GRAM_RIDGE * second.diagonal().mean().clamp(min=1e-12)
     solved: Tensor = torch.linalg.solve(second + ridge * eye, x.mT)
