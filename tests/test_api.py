@@ -2,10 +2,16 @@
 
 import ast
 import re
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from fedvlm.core import methods
+from fedvlm.core.registry import METHODS
+from fedvlm.runner.settings import SETTING_NAMES
+from fedvlm.runner.typed_settings import MethodSettings, RunSettings
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("", ".core", ".parts", ".testing", ".data", ".encoders")
@@ -42,3 +48,11 @@ def test_the_package_lists_its_names_before_they_are_used():
     fedvlm = import_module("fedvlm")
     assert set(fedvlm.__all__) <= set(dir(fedvlm))
     assert not {"import_module", "Any", "TYPE_CHECKING"} & set(dir(fedvlm))
+
+
+def test_the_typed_settings_are_those_of_the_registry():
+    ours = [methods()[name] for name in methods() if METHODS[name].__module__.startswith("fedvlm.methods")]
+    names = {setting.name for kind in ours for setting in fields(kind)} - {"text"}  # a parameter of run itself
+    listed = set(MethodSettings.__annotations__)
+    assert listed == names - SETTING_NAMES, "add new settings of methods to fedvlm/runner/typed_settings.py"
+    assert set(RunSettings.__annotations__) - listed == SETTING_NAMES - {"method"}

@@ -35,6 +35,7 @@ ORDER = [
     "report",
     "result",
     "estimator",
+    "serving",
     "deploy",
     "cli",
 ]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fedvlm import cli
-from fedvlm.classifier.export import ONNX_FILE, export, linear_head, to_onnx
+from fedvlm.classifier.export import ONNX_FILE, ONNX_SCRIPT_FILE, export, linear_head, to_onnx
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
@@ -73,8 +74,11 @@ def test_a_client_whose_own_tensors_are_at_its_site_is_sent_there(runs, tmp_path
     monkeypatch.setattr("fedvlm.classifier.export.client_classifier", lambda *_: replace(classifier, local=version))
     with pytest.raises(DataError, match="'skew' of site-0 never left its site; the classifier is"):
         export(result.folder, "site-0", tmp_path / "c")
-    monkeypatch.setattr("fedvlm.classifier.export.client_classifier", lambda *_: replace(shared, local=version))
-    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+    for novelty, words in ((shared.novelty, "protect the\nfolder"), (None, "no tensor of this client's own")):
+        bare = replace(shared, local=version, novelty=novelty)
+        monkeypatch.setattr("fedvlm.classifier.export.client_classifier", lambda *_, bare=bare: bare)
+        export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+        assert words in (tmp_path / "c" / "README.md").read_text()
     assert Personalised.from_pretrained(tmp_path / "c").local == {}
     assert "no tensor of this client's own" in (tmp_path / "c" / "README.md").read_text()
 
@@ -94,19 +98,44 @@ def test_the_onnx_head_gives_torchs_logits_for_rows_of_any_length(runs, tmp_path
     model = session((tmp_path / "c" / ONNX_FILE).read_bytes())
     logits, chances = model.run(["logits", "probabilities"], {"embeddings": x.numpy()})
     expected = classifier.logits(x)
-    assert np.abs(logits - expected.numpy()).max() < 1e-4 * expected.abs().max()
-    assert np.abs(chances - classifier.predict_proba(x)).max() < 1e-4
+    assert np.abs(logits - expected.numpy()).max() < 1e-5 * expected.abs().max()
+    assert np.abs(chances - classifier.predict_proba(x)).max() < 1e-5
     metadata = model.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == list(classifier.frozen.classes)
     assert metadata["encoder"] == classifier.encoder
 
 
-def test_a_head_that_is_not_linear_is_refused_as_onnx_and_nothing_is_written(runs, tmp_path):
-    result = runs("fedadapter", **QUICK)
+def test_a_classifier_that_is_not_linear_is_traced(runs):
+    classifier = runs("fedadapter", **QUICK).personalised("site-0")
+    bent = replace(classifier, local={key: torch.ones_like(value) for key, value in classifier.local.items()})
+    assert linear_head(bent) is None
+    x = torch.randn(50, bent.frozen.dim, generator=torch.Generator().manual_seed(5))
+    (probabilities,) = session(to_onnx(bent)).run(["probabilities"], {"embeddings": x.numpy()})
+    assert np.abs(probabilities - bent.predict_proba(x)).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["alone", "auto", "clip-gda", "fedclip", "fedgh", "gh-ofl", "ridge", "tip-adapter", "tofa"]
+)
+def test_methods_over_embeddings_equal_their_onnx_and_the_ten_lines_run_it(runs, tmp_path, name):
+    result = runs(name)
+    export(result.folder, "site-0", tmp_path, onnx=True)
     classifier = result.personalised("site-0")
-    bent = {key: torch.ones_like(value) for key, value in classifier.local.items()}
-    with pytest.raises(SettingsError, match="fedadapter is not linear in the embedding"):
-        to_onnx(replace(classifier, local=bent))
+    assert len((tmp_path / ONNX_SCRIPT_FILE).read_text().splitlines()) <= 11
+    x = torch.nn.functional.normalize(torch.randn(20, classifier.frozen.dim), dim=1).numpy()
+    np.save(tmp_path / "x.npy", x)
+    command = [sys.executable, ONNX_SCRIPT_FILE, "x.npy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    printed = [line.split() for line in done.stdout.splitlines()]
+    probabilities = np.array([row[1:] for row in printed], float)
+    assert np.abs(probabilities - classifier.predict_proba(x)).max() < 1e-5
+    assert [row[0] for row in printed] == classifier.predict(x)
+
+
+def test_a_classifier_without_a_form_in_onnx_is_refused_and_nothing_is_written(runs, tmp_path):
+    result = runs("cocoop", rounds=1)
+    with pytest.raises(SettingsError, match="cocoop cannot be written as ONNX: its prediction is not linear"):
+        export(result.folder, "site-0", tmp_path / "c", onnx=True)
     with pytest.raises(SettingsError, match="no client 'site-9' trained"):
         export(result.folder, "site-9", tmp_path / "c", onnx=True)
     assert not (tmp_path / "c").exists()
@@ -119,7 +148,9 @@ def test_a_bias_is_part_of_the_head(runs):
         def logits(self, x):
             return super().logits(x) + torch.tensor([3.0, -4.0])
 
-    weight, bias = linear_head(Shifted(**vars(classifier)))
+    head = linear_head(Shifted(**vars(classifier)))
+    assert head is not None
+    weight, bias = head
     assert bias.tolist() == pytest.approx([3.0, -4.0], abs=1e-4)
     assert torch.allclose(weight, classifier.frozen.scale * classifier.shared["head"], atol=1e-4)
 

@@ -1,16 +1,20 @@
 """A saved classifier asked by the command line: ranks, sets, decisions and scores."""
 
 import csv
+import io
 import json
 from dataclasses import replace
 from shutil import copy
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedvlm.classifier.export import export
+from fedvlm.classifier.personalised import Personalised
 from fedvlm.classifier.predict import predict, score
 from fedvlm.errors import DataError
+from tests.helpers.classifiers import export_classifier
 
 
 def test_predict_tells_ranks_sets_and_decisions_in_both_forms(runs, folder, tmp_path, call):
@@ -57,3 +61,24 @@ def test_score_measures_labelled_images(runs, folder, tmp_path, call):
     copy(next((folder / "site-0" / "red").iterdir()), tmp_path / "odd" / "green" / "a.png")
     with pytest.raises(DataError, match="class 'green'"):
         score(tmp_path / "c", str(tmp_path / "odd"))
+
+
+def test_strange_images_are_marked_and_get_no_decision(tmp_path, call):
+    folder, images = export_classifier(tmp_path)
+    stranger = tmp_path / "stranger.png"
+    grid = np.indices((16, 16)).sum(0) % 2 * 255
+    Image.fromarray(np.stack([grid, grid, 255 - grid], axis=-1).astype(np.uint8)).save(stranger)
+    done = call("predict", folder, images / "site-0", stranger, "--reject", "--coverage", "0.9")
+    lines = list(csv.DictReader(io.StringIO(done.stdout)))
+    marked = [line["rejected"] for line in lines]
+    assert set(marked[:-1]) == {"yes", "no"} and marked[:-1].count("yes") < 0.15 * len(marked)
+    assert lines[-1]["file"] == str(stranger) and marked[-1] == "yes"
+    assert all(line["decision"] == "" for line in lines if line["rejected"] == "yes")
+
+
+def test_a_classifier_without_held_out_samples_refuses_to_reject(tmp_path):
+    folder, images = export_classifier(tmp_path)
+    classifier = replace(Personalised.from_pretrained(folder), novelty=None)
+    classifier.save_pretrained(folder)
+    with pytest.raises(DataError, match="has no held-out samples of its client"):
+        predict(folder, [images], reject=True)

@@ -14,11 +14,10 @@ from fedvlm.deploy.flower.fleet import (
     FleetClient,
     NotAdmitted,
     Stopped,
-    Unreachable,
-    check_server,
     make_reply,
     serve_requests,
 )
+from fedvlm.deploy.flower.network import Unreachable, check_server
 from fedvlm.deploy.flower.server import create_run, create_superlink, database_grid
 from fedvlm.deploy.kits import create_kits
 from fedvlm.engines.flower import import_flower

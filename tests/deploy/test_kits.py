@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.deploy.flower.fleet import Unreachable, check_server
+from fedvlm.deploy.flower.network import Unreachable, check_server
 from fedvlm.deploy.identity.keys import Signer, Verifier, create_certificates
 from fedvlm.deploy.kits import create_kits, read_server, read_site, with_options, write_site
 from fedvlm.deploy.site.service import serve_site
@@ -76,7 +76,8 @@ def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, error):
     [
         ("my server", 8443, "host = 'my server'"),
         ("https://server", 8443, "host = 'https://server'"),
-        ("::1", 8443, "host = '::1'"),
+        (":::1", 8443, "host = ':::1'"),
+        ("fe80::1%eth0", 8443, "host = 'fe80"),
         ("server", 99999, "port = 99999"),
     ],
 )

@@ -112,7 +112,7 @@ def test_tls_is_spoken_and_checked(certificate, tmp_path, monkeypatch):
     monkeypatch.setattr(uvicorn, "Server", RecordingServer)
     settings = {"port": 0, "token_file": tmp_path / "token", "ready": urls.append}
     tls = {"tls_cert": certificate / "cert.pem", "tls_key": certificate / "key.pem"}
-    thread = threading.Thread(target=serve, args=(Fake(),), kwargs={**settings, **tls})
+    thread = threading.Thread(target=serve, args=(lambda token: create_app(Fake(), token),), kwargs={**settings, **tls})
     thread.start()
     while not servers or not servers[0].started:
         assert thread.is_alive()
@@ -134,20 +134,20 @@ def test_tls_is_spoken_and_checked(certificate, tmp_path, monkeypatch):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_without_a_token_only_this_machine_is_served(host):
     with pytest.raises(SettingsError, match="name a token_file"):
-        serve(Fake(), host=host)
+        serve(lambda token: create_app(Fake(), token), host=host)
 
 
 def test_serving_refuses_what_cannot_work(tmp_path, certificate):
     key = certificate / "key.pem"
     with pytest.raises(SettingsError, match="name both"):
-        serve(Fake(), tls_cert=key)
+        serve(lambda token: create_app(Fake(), token), tls_cert=key)
     with pytest.raises(SettingsError, match="there is no TLS file"):
-        serve(Fake(), tls_cert=tmp_path / "none", tls_key=key)
+        serve(lambda token: create_app(Fake(), token), tls_cert=tmp_path / "none", tls_key=key)
     with pytest.raises(SettingsError, match="are no TLS pair"):
-        serve(Fake(), tls_cert=key, tls_key=key)
+        serve(lambda token: create_app(Fake(), token), tls_cert=key, tls_key=key)
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(SettingsError, match="one line of visible ASCII"):
-        serve(Fake(), token_file=tmp_path / "empty")
+        serve(lambda token: create_app(Fake(), token), token_file=tmp_path / "empty")
     occupied = socket.create_server(("127.0.0.1", 0))
     with occupied, pytest.raises(SettingsError, match="choose another host or port"):
-        serve(Fake(), port=occupied.getsockname()[1])
+        serve(lambda token: create_app(Fake(), token), port=occupied.getsockname()[1])

@@ -98,6 +98,22 @@ def test_a_fit_of_many_classes_arrives_at_every_ridge(count, classes):
     )
 
 
+@pytest.mark.parametrize(("count", "classes"), [(60, 2), (256, 16), (120, 40)])
+def test_newton_steps_converge_at_every_ridge_also_for_separable_classes(count, classes):
+    draw = torch.Generator().manual_seed(1)
+    centres, y = torch.randn(classes, 64, generator=draw), torch.arange(count) % classes
+    x = torch.nn.functional.normalize(centres[y] + 1.5 * torch.randn(count, 64, generator=draw), dim=1)
+    nothing = logistic_regression.Head(torch.zeros(classes, 64), torch.zeros(classes))
+    samples = (x, y, ridges(*logistic_regression.RIDGES), nothing, torch.ones(classes, dtype=torch.bool))
+    fast, exact = (
+        fit(*samples) for fit in (logistic_regression.fit_ridge_path, logistic_regression.fit_converged_path)
+    )
+    assert exact.max_gradient.max() < MAX_CONVERGED_GRADIENT
+    converged = fast.max_gradient < logistic_regression.GRADIENT_TOLERANCE  # there both are the solution
+    assert converged.any()
+    assert torch.allclose(fast.heads.weight[converged], exact.heads.weight[converged], rtol=1e-4, atol=1e-4)
+
+
 def test_slopes_of_clients_add_up_to_those_of_all_rows_and_are_the_derivative():
     x, y = rows()
     loss, gradient = logistic_regression.loss_and_gradient(anchor(), x, y)

@@ -67,3 +67,16 @@ def test_domains_dealt_by_dirichlet_have_a_mean_and_a_deviation(rows_like, tmp_p
         client_rows = [table[f"{domain}-{i}"] for i in range(3)]
         assert table[f"mean {domain}"] == pytest.approx(sum(client_rows) / 3)
         assert table[f"deviation {domain}"] == pytest.approx(np.std(client_rows, ddof=1))
+
+
+def test_a_second_column_has_the_accuracy_among_a_clients_own_classes(rows_like, tmp_path):
+    rows = many_classes(rows_like(1200))
+    clients = {"partition": "pathological", "count": 10}
+    options = {"embedded": rows, "protocol": "own-test", "clients": clients}
+    done = {name: fedvlm.run(name, out=tmp_path / name, **options).tables[0] for name in ("alone", "auto", "pooled")}
+    column = "own classes only"
+    assert done["alone"][column] == done["alone"]["own"]  # it never names another class
+    assert all(table[column] >= table["own"] for table in done.values())
+    assert done["pooled"][column] > done["pooled"]["own"] + 0.05
+    everything = fedvlm.run("alone", out=tmp_path / "iid", **{**options, "clients": {"partition": "iid", "count": 4}})
+    assert column not in everything.tables[0]  # every client has all classes: it would repeat the first

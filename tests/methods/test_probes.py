@@ -38,10 +38,29 @@ def test_alone_is_one_of_its_clients_own_fits():
     toy_client = make_client(world, "client-0", 0)
     ridge = local["ridge"].double()[None]
     nothing = logistic_regression.Head(torch.zeros(4, 16), torch.zeros(4))
-    heads = logistic_regression.fit_ridge_path(
+    heads = logistic_regression.fit_converged_path(
         toy_client.x, toy_client.y, ridge, nothing, torch.ones(4, dtype=torch.bool)
     ).heads
     assert torch.allclose(local["weight"], heads.weight[0].float(), rtol=1e-3, atol=1e-3)
+    assert local["gradient"] < 1e-7
+
+
+@pytest.mark.parametrize("has_text", [True, False])
+def test_pooled_starts_from_text_where_there_is_text(has_text):
+    """A class without samples keeps the text's row; without text it is ruled out."""
+    world = world_of("pooled")
+    frozen = world.frozen if has_text else replace(world.frozen, text=None)
+    toy_client = make_client(world, "client-0", 0)
+    without = replace(toy_client, y=torch.where(toy_client.y == 2, -1, toy_client.y))
+    head, _ = world.method.update(frozen, {}, {}, without)
+    assert head["gradient"] < 1e-7
+    if not has_text:
+        assert head["bias"][2] == gaussian_classes.ABSENT_CLASS_LOGIT
+        return
+    change = head["weight"] - frozen.scale * frozen.text
+    assert head["bias"][2] > gaussian_classes.ABSENT_CLASS_LOGIT
+    far = make("pooled").update(replace(frozen, scale=0.0), {}, {}, without)[0]["weight"]
+    assert change.norm() < (far - frozen.scale * frozen.text).norm()
 
 
 def test_alone_rules_out_a_class_it_has_no_rows_of():
@@ -53,11 +72,11 @@ def test_alone_rules_out_a_class_it_has_no_rows_of():
     assert (world.method.predict(world.frozen, {}, local, toy_client.x).argmax(1) != 2).all()
 
 
-def test_pooled_on_one_client_is_alone_there():
+def test_pooled_on_one_client_is_alone_there_without_text():
     pooled, alone = world_of("pooled"), world_of("alone")
-    toy_client = make_client(pooled, "client-2", 0)
-    upload, _ = pooled.method.update(pooled.frozen, {}, {}, toy_client)
-    local = alone.method.adapt(alone.frozen, {}, {}, toy_client)
+    toy_client, frozen = make_client(pooled, "client-2", 0), replace(pooled.frozen, text=None)
+    upload, _ = pooled.method.update(frozen, {}, {}, toy_client)
+    local = alone.method.adapt(frozen, {}, {}, toy_client)
     assert torch.equal(upload["weight"], local["weight"])
 
 

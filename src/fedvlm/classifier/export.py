@@ -1,8 +1,11 @@
-"""Export a client's classifier: tensors, a model card, and on request an ONNX head."""
+"""Export a client's classifier: tensors, a model card, and on request ONNX."""
 
 import json
+import warnings
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ from fedvlm.channel.settings import Channel
 from fedvlm.classifier.personalised import Personalised, client_classifier
 from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.calibration import largest_coverage
+from fedvlm.maths.calibration import largest_coverage, min_samples
+from fedvlm.maths.novelty import FALSE_REJECTIONS
 from fedvlm.record import Record
 from fedvlm.storage.files import write_file, write_index
 
-MAX_RELATIVE_ERROR = 1e-4  # relative to the largest logit
+MAX_ONNX_ERROR = 1e-5  # of logits relative to the largest; ten times that of probabilities
+ONNX_OPSET = 17
 
 
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
@@ -31,8 +36,10 @@ def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False)
     classifier.save_pretrained(place)
     if head is not None:
         write_file(place / ONNX_FILE, head)
-    else:
-        (place / ONNX_FILE).unlink(missing_ok=True)  # of an earlier export, which this one replaces
+        write_file(place / ONNX_SCRIPT_FILE, ONNX_SCRIPT.encode())
+    else:  # of an earlier export, which this one replaces
+        for name in (ONNX_FILE, ONNX_SCRIPT_FILE):
+            (place / name).unlink(missing_ok=True)
     training, scores = _training_scores(result, client)
     story = ClassifierOrigin(result.manifest, training, scores["test_rows"], scores["test_hits"])
     write_file(place / "README.md", model_card(classifier, story, place.name, onnx).encode())
@@ -59,27 +66,16 @@ def _training_scores(result: Record, client: str) -> tuple[str, Mapping[str, Any
     raise DataError(f"no training of {result.folder} has scores of {client!r}; run it again")
 
 
-def linear_head(classifier: Personalised) -> tuple[Tensor, Tensor]:
-    """Return weight (classes, dim) and bias (classes,) of the head; one that is not linear is refused."""
-    method, frozen = classifier.method, classifier.frozen
-    if unsupported := method.traits.needs & {"patches", "image tower"}:
-        raise SettingsError(
-            f"{method.name} predicts from {min(unsupported)}, and ONNX holds a head over pooled embeddings "
-            "only; leave --onnx out"
-        )
-    basis = torch.eye(frozen.dim)
+def linear_head(classifier: Personalised) -> tuple[Tensor, Tensor] | None:
+    """Return weight (classes, dim) and bias (classes,) if the logits are linear in the embedding."""
+    basis = torch.eye(classifier.frozen.dim)
     positive_logits, negative_logits = classifier.logits(basis).double(), classifier.logits(-basis).double()
     bias = (positive_logits + negative_logits).mean(dim=0) / 2
     weight = ((positive_logits - negative_logits) / 2).T
-    x = probe_embeddings(frozen)
+    x = probe_embeddings(classifier.frozen)
     expected = classifier.logits(x).double()
     gap = (x.double() @ weight.T + bias - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
-    if not gap < MAX_RELATIVE_ERROR:
-        raise SettingsError(
-            f"{method.name} is not linear in the embedding (off by {float(gap):.1e} of the largest "
-            "logit), and only linear heads are written as ONNX; leave --onnx out"
-        )
-    return weight.float(), bias.float()
+    return (weight.float(), bias.float()) if gap < MAX_ONNX_ERROR else None
 
 
 def probe_embeddings(frozen: Frozen) -> Tensor:
@@ -91,65 +87,117 @@ def probe_embeddings(frozen: Frozen) -> Tensor:
     return torch.cat([unit_samples, torch.nn.functional.normalize(frozen.text.float(), dim=1)])
 
 
+def can_reject(classifier: Personalised) -> bool:
+    """Return whether a classifier has held-out samples enough to mark strange images."""
+    novelty = classifier.novelty
+    return novelty is not None and len(novelty.held_out_scores) >= min_samples(1 - FALSE_REJECTIONS)
+
+
+class _TracedClassifier(torch.nn.Module):
+    """A classifier as torch traces it: embeddings in; logits, probabilities and novelty out."""
+
+    def __init__(self, classifier: Personalised) -> None:
+        super().__init__()
+        self.classifier, self.head = classifier, linear_head(classifier)
+        calibration = classifier.calibration
+        self.temperature = 1.0 if calibration is None else float(np.exp(calibration.log_temperature))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        unit, classifier = torch.nn.functional.normalize(x, dim=1), self.classifier
+        if self.head is not None:  # maps and prompts are folded in
+            logits = unit @ self.head[0].T + self.head[1]
+        else:
+            sent = classifier.method.send(classifier.shared, classifier.client)
+            logits = classifier.method.predict(classifier.frozen, sent, classifier.local, unit)
+        outputs = (logits, (logits / self.temperature).softmax(1))
+        return outputs if classifier.novelty is None else (*outputs, classifier.novelty.scores(unit))
+
+
 def to_onnx(classifier: Personalised) -> bytes:
-    """Return the head, with any map folded in, as ONNX; it is checked against torch."""
+    """Return the whole classifier over embeddings as ONNX; it is checked against torch."""
     try:
         import onnx
         import onnxruntime
-        from onnx import TensorProto, helper, numpy_helper
     except ImportError as error:
-        raise SettingsError(f"an ONNX head needs {error.name}; pip install 'fedvlm[onnx]'") from error
-    weight, bias = linear_head(classifier)
-    classes, dim = weight.shape
-    min_norm = np.float32(1e-12)
-    log_temperature = 0.0 if classifier.calibration is None else classifier.calibration.log_temperature
-    graph = helper.make_graph(
-        [
-            helper.make_node("ReduceL2", ["embeddings"], ["length"], axes=[1], keepdims=1),
-            helper.make_node("Max", ["length", "least"], ["divisor"]),
-            helper.make_node("Div", ["embeddings", "divisor"], ["unit"]),
-            helper.make_node("Gemm", ["unit", "weight", "bias"], ["logits"], transB=1),
-            helper.make_node("Mul", ["logits", "cold"], ["calibrated"]),
-            helper.make_node("Softmax", ["calibrated"], ["probabilities"], axis=1),
-        ],
-        "classifier",
-        [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["rows", dim])],
-        [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", classes])
-            for name in ("logits", "probabilities")
-        ],
-        [
-            numpy_helper.from_array(value, name)
-            for name, value in (
-                ("weight", weight.numpy()),
-                ("bias", bias.numpy()),
-                ("least", min_norm.reshape(1)),
-                ("cold", np.exp(-np.float32(log_temperature)).reshape(1)),
-            )
-        ],
-    )
-    # Versions that runtimes of the last years read.
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        raise SettingsError(f"an ONNX file needs {error.name}; pip install 'fedvlm[onnx]'") from error
+    name, needs = classifier.method.name, classifier.method.traits.needs
+    if unsupported := needs & {"patches", "image tower"}:
+        raise SettingsError(
+            f"{name} predicts from {min(unsupported)}, and ONNX holds a classifier over pooled embeddings only; leave "
+            "--onnx out"
+        )
+    if classifier.frozen.multi_label:
+        raise SettingsError("a classifier of several findings per image has no ONNX form yet; leave --onnx out")
+    x = 3 * probe_embeddings(classifier.frozen)
+    names = ["logits", "probabilities"] + (["novelty"] if classifier.novelty is not None else [])
+    model = onnx.load_from_string(_trace(_TracedClassifier(classifier), x, names))
     about = {
         "classes": json.dumps(classifier.frozen.classes, ensure_ascii=False),
         "encoder": classifier.encoder,
         "client": classifier.client,
-        "method": classifier.method.name,
+        "method": name,
     }
-    helper.set_model_props(model, about)
+    if can_reject(classifier):
+        about["rejection_limit"] = repr(classifier.rejection_limit())
+    onnx.helper.set_model_props(model, about)
     onnx.checker.check_model(model)
     data = bytes(model.SerializeToString())
-    x = 3 * probe_embeddings(classifier.frozen)
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    onnx_logits = torch.from_numpy(session.run(["logits"], {"embeddings": x.numpy()})[0])
+    logits, probabilities = session.run(names[:2], {"embeddings": x.numpy()})
     expected = classifier.logits(x)
-    gap = float((onnx_logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
-    if not gap < MAX_RELATIVE_ERROR:
-        raise DataError(f"the ONNX head differs from torch by {gap:.1e}; it is not written")
+    gap = float((torch.from_numpy(logits) - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+    # Logits in the hundreds have an absolute error of float32 that probabilities show.
+    gap = max(gap, float(np.abs(probabilities - classifier.predict_proba(x)).max()) / 10)
+    if not gap < MAX_ONNX_ERROR:
+        raise DataError(f"the ONNX classifier differs from torch by {gap:.1e}; it is not written")
     return data
 
 
-ONNX_FILE = "classifier.onnx"
+def _trace(module: _TracedClassifier, x: Tensor, names: list[str]) -> bytes:
+    """Return the graph that torch traces, for versions that runtimes of the last years read."""
+
+    def logaddexp(graph: Any, first: Any, second: Any) -> Any:  # torch knows no ONNX of it
+        largest = graph.op("Max", first, second)
+        parts = [graph.op("Exp", graph.op("Sub", part, largest)) for part in (first, second)]
+        return graph.op("Add", largest, graph.op("Log", graph.op("Add", *parts)))
+
+    exporter: Any = torch.onnx  # its types leave out what it still offers
+    exporter.register_custom_op_symbolic("aten::logaddexp", logaddexp, ONNX_OPSET)
+    file = BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), redirect_stdout(StringIO()):  # torch prints failed graphs
+            warnings.simplefilter("ignore")
+            exporter.export(
+                module,
+                (x,),
+                file,
+                input_names=["embeddings"],
+                output_names=names,
+                dynamic_axes={name: {0: "samples"} for name in ("embeddings", *names)},
+                opset_version=ONNX_OPSET,
+                dynamo=False,
+            )
+    except RuntimeError as error:
+        method = module.classifier.method.name
+        raise SettingsError(
+            f"{method} cannot be written as ONNX: its prediction is not linear in the embedding, and ONNX has no form "
+            f"for the rest ({str(error).splitlines()[0][:120]}); leave --onnx out"
+        ) from error
+    return file.getvalue()
+
+
+ONNX_SCRIPT = '''"""Run classifier.onnx on embeddings (samples, dim) of its encoder: python run_onnx.py FILE.npy"""
+import json, sys
+import numpy, onnxruntime
+
+session = onnxruntime.InferenceSession("classifier.onnx", providers=["CPUExecutionProvider"])
+about = session.get_modelmeta().custom_metadata_map
+x = numpy.load(sys.argv[1], allow_pickle=False).astype(numpy.float32)
+(probabilities,) = session.run(["probabilities"], {"embeddings": x})
+for row in probabilities:
+    print(json.loads(about["classes"])[row.argmax()], *row)
+'''
+ONNX_FILE, ONNX_SCRIPT_FILE = "classifier.onnx", "run_onnx.py"
 
 
 @dataclass(frozen=True)
@@ -180,12 +228,12 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
     private = (
         "It holds tensors that were fitted to this client's samples and never left the client: "
         "protect the\nfolder as you protect the samples."
-        if classifier.local
+        if classifier.local or classifier.novelty is not None
         else "It holds no tensor of this client's own: all clients of the run have the same."
     )
     head = (
-        f"\n`{ONNX_FILE}` takes embeddings (samples, {frozen.dim}) of that encoder, of any norm, and "
-        "gives `logits` and `probabilities`.\n"
+        f"\n`{ONNX_FILE}` takes embeddings (samples, {frozen.dim}) of that encoder, of any norm, and gives `logits`,\n"
+        f"calibrated `probabilities` and, if it can reject, `novelty`. `{ONNX_SCRIPT_FILE}` runs it without fedvlm.\n"
         if onnx
         else ""
     )
@@ -232,6 +280,8 @@ def _calibration_text(classifier: Personalised) -> str:
         return "Its probabilities are not calibrated: there were no validation samples."
     text = f"Its probabilities are calibrated on {calibration.rows} validation samples."
     count = len(calibration.scores)
+    if can_reject(classifier):
+        text += " `--reject` marks images unlike any it has seen,\nand with them about 5 % of familiar ones."
     if count < 2:
         return f"{text} No samples were set\naside, so it promises no coverage."
     return (

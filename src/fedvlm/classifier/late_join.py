@@ -20,7 +20,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.prepare import Prepared, prepare_client, with_calibration
 from fedvlm.runner.settings import build
-from fedvlm.runner.training import fit_calibration
+from fedvlm.runner.training import fit_calibration, fit_client_novelty
 
 VALIDATION_FRACTION = 0.25  # of what a client learns from: validation rows, a third of them set aside
 
@@ -68,7 +68,8 @@ def join(
     if adapted:
         local = method.adapt(common.frozen, sent, local, make_client(world, client_id, method.rounds))
     fitted_calibration = fit_calibration(world, sent, local, client_id)
-    personal = replace(common, local=local, client=client_id, calibration=fitted_calibration)
+    novelty = fit_client_novelty(world, client_id)
+    personal = replace(common, local=local, client=client_id, calibration=fitted_calibration, novelty=novelty)
     test_rows = torch.from_numpy(client_split.test)
 
     def accuracy_of(classifier: Personalised) -> float:

@@ -16,10 +16,11 @@ from fedvlm.data.sources import Window, check_window
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
 from fedvlm.maths.calibration import Calibration, score_limits
+from fedvlm.maths.novelty import FALSE_REJECTIONS, Novelty
 from fedvlm.record import Record
 from fedvlm.runner.load import open_towers, tower_classes
 from fedvlm.runner.prepare import frozen_from, template_of
-from fedvlm.runner.training import calibration_from_json, calibration_to_json, read_calibration
+from fedvlm.runner.training import calibration_from_json, calibration_to_json, read_calibration, read_novelty
 from fedvlm.runner.tune import seed_search
 from fedvlm.storage.files import read_tensors, write_tensors
 
@@ -39,6 +40,7 @@ class Personalised:
     encoder: str  # name and fingerprint
     calibration: Calibration | None = None
     window: Window | None = None  # what was black and what white in its images of 16 bits
+    novelty: Novelty | None = None  # how unlike its client's samples an image is
 
     def __repr__(self) -> str:
         owner = f" of {self.client}" if self.client else ""
@@ -57,6 +59,13 @@ class Personalised:
 
         Embeddings are pooled, or what the method needs instead: patches or pixels; an array, a tensor or a data frame.
         """
+        x = self.check_embeddings(x)
+        sent = self.method.send(self.shared, self.client)
+        out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
+        return out
+
+    def check_embeddings(self, x: Any) -> Tensor:
+        """Return embeddings as `predict` of the method takes them; refuse a wrong shape and NaN."""
         try:
             x = torch.as_tensor(x if isinstance(x, Tensor) else np.asarray(x))  # also of a data frame
         except (TypeError, ValueError, RuntimeError) as error:
@@ -78,10 +87,7 @@ class Personalised:
             )
         if not x.isfinite().all():
             raise DataError("the embeddings hold NaN or infinite numbers; check their source")
-        x = torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
-        sent = self.method.send(self.shared, self.client)
-        out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
-        return out
+        return torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
 
     def predict(self, x: Any) -> list[str]:
         """Return the most probable class of each sample."""
@@ -111,6 +117,21 @@ class Personalised:
         order = log_probabilities.argsort(dim=1, descending=True).tolist()
         return [tuple(names[i] for i in ranks if held[i]) for ranks, held in zip(order, inside.tolist(), strict=True)]
 
+    def rejection_limit(self, rate: float = FALSE_REJECTIONS) -> float:
+        """Return the novelty above which an image is rejected, so that `rate` of familiar ones are, too."""
+        if self.novelty is None:
+            raise DataError(
+                f"{self!r} has no held-out samples of its client, so it cannot tell strange images; train it with "
+                "validation samples, or do not reject"
+            )
+        return self.novelty.limit(rate)
+
+    def reject(self, x: Any, rate: float = FALSE_REJECTIONS) -> NDArray[np.bool_]:
+        """Return which embeddings are unlike the client's samples."""
+        limit = self.rejection_limit(rate)
+        assert self.novelty is not None
+        return (self.novelty.scores(self.check_embeddings(x)) > limit).numpy()
+
     def warnings(self) -> list[str]:
         """Return warnings about the calibration of the probabilities."""
         rows = 0 if self.calibration is None else self.calibration.rows
@@ -135,6 +156,8 @@ class Personalised:
             tensors["frozen/text"] = self.frozen.text
         if self.frozen.descriptions is not None:
             tensors["frozen/descriptions"] = self.frozen.descriptions
+        if self.novelty is not None:
+            tensors |= {f"novelty/{key}": value for key, value in self.novelty._asdict().items()}
         about = {
             "method": {"name": self.method.name, **asdict(self.method)},
             "classes": self.frozen.classes,
@@ -174,6 +197,7 @@ class Personalised:
             about["encoder"],
             calibration_from_json(about["calibration"]) if "calibration" in about else None,
             check_window(about.get("window")),
+            Novelty(**novelty) if (novelty := group("novelty")) else None,
         )
 
 
@@ -226,7 +250,8 @@ def client_classifier(record: Record, client: str, seed: int | None = None) -> P
         if client in local:
             classifier = _classifier(record, shared, local[client], client, seed)
             name = record.path_of(training, seed, "json").stem
-            return replace(classifier, calibration=read_calibration(record, name, client))
+            novelty = read_novelty(record, name, client)
+            return replace(classifier, calibration=read_calibration(record, name, client), novelty=novelty)
     raise SettingsError(
         f"no client {client!r} trained in {record.folder}; its clients are {', '.join(record.manifest['clients'])}"
     )

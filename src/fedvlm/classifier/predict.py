@@ -32,11 +32,32 @@ class Prediction:
     probability: float
     probabilities: tuple[tuple[str, float], ...]  # every class, the likeliest first
     prediction_set: tuple[str, ...] | None = None  # the set of promised coverage, if one was asked for
+    rejected: bool | None = None  # unlike anything the client has seen, if that was asked for
 
     @property
     def decision(self) -> str:
-        """The class, if the prediction set has no other; empty where the classifier abstains."""
+        """The class, if the prediction set has no other; empty where the classifier abstains or rejects."""
+        if self.rejected:
+            return ""
         return self.prediction_set[0] if self.prediction_set is not None and len(self.prediction_set) == 1 else ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a prediction has besides probabilities."""
+
+    coverage: float | None = None  # of prediction sets
+    reject: bool = False  # mark images unlike the client's
+
+    def check(self, classifier: Personalised) -> None:
+        """Refuse what the classifier has too few calibration samples for."""
+        if self.coverage is not None:
+            classifier.prediction_sets(torch.zeros(0, len(classifier.frozen.classes)).double(), self.coverage)
+        if self.reject:
+            classifier.rejection_limit()
+
+
+PROBABILITIES_ONLY = Options()
 
 
 @dataclass(frozen=True)
@@ -54,11 +75,12 @@ def predict(
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
+    reject: bool = False,
 ) -> Predictions:
     """Predict every image in files, folders and archives, and every row of tables of embeddings.
 
     `encoder` says where the encoder is now, if it moved; another one is refused. With `coverage` each image also gets
-    a prediction set.
+    a prediction set, and with `reject` is marked if it is unlike the client's images.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
     tables = [
@@ -69,12 +91,13 @@ def predict(
     sources = [
         _open_source(Path(image_path), classifier.window) for image_path in images if Path(image_path) not in tables
     ]
-    predictions = predict_sources(classifier, sources, encoder, access, progress, coverage)
+    predictions = predict_sources(classifier, sources, encoder, access, progress, Options(coverage, reject))
     for file in tables:
         names, x = read_unlabelled(file)
         predictions.notes.append(f"the embeddings of {file} are assumed to be of {classifier.encoder}")
         fault = f"its row of {file} is NaN, infinite or zero"
-        predictions.rows.extend(_predict_embeddings(classifier, names, x.numpy(), fault, predictions.skipped, coverage))
+        options = Options(coverage, reject)
+        predictions.rows.extend(predict_embeddings(classifier, names, x.numpy(), fault, predictions.skipped, options))
     return predictions
 
 
@@ -84,10 +107,9 @@ def predict_sources(
     encoder: str = "",
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    coverage: float | None = None,
+    options: Options = PROBABILITIES_ONLY,
 ) -> Predictions:
-    if coverage is not None:  # refused before any image is read
-        classifier.prediction_sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
+    options.check(classifier)  # refused before any image is read
     total = sum(len(source) for source, _ in sources)
     out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
     if not sources:
@@ -95,7 +117,7 @@ def predict_sources(
     box: Encoder = reopen_encoder(classifier.encoder, encoder, access)
     images = _read_images(sources, box, out.skipped)
     while batch := list(islice(images, BATCH_SIZE)):
-        out.rows.extend(_predict_batch(classifier, box, batch, out.skipped, coverage))
+        out.rows.extend(_predict_batch(classifier, box, batch, out.skipped, options))
         if progress is not None:
             progress(len(out.rows) + len(out.skipped), total)
     return out
@@ -142,7 +164,7 @@ def _predict_batch(
     box: Encoder,
     batch: Sequence[tuple[str, Any]],
     skipped: list[tuple[str, str]],
-    coverage: float | None,
+    options: Options,
 ) -> list[Prediction]:
     if "image tower" in classifier.method.traits.needs:
         values = np.stack([image for _, image in batch])
@@ -151,16 +173,16 @@ def _predict_batch(
         answer = box.embed([image for _, image in batch], patches)
         values = np.asarray(answer.patches if patches else answer.pooled)
     fault = f"{box.name} answered with NaN, infinity or zeros"
-    return _predict_embeddings(classifier, [name for name, _ in batch], values, fault, skipped, coverage)
+    return predict_embeddings(classifier, [name for name, _ in batch], values, fault, skipped, options)
 
 
-def _predict_embeddings(
+def predict_embeddings(
     classifier: Personalised,
     names: Sequence[str],
     values: NDArray[Any],
     fault: str,
     skipped: list[tuple[str, str]],
-    coverage: float | None,
+    options: Options,
 ) -> list[Prediction]:
     """Predict every valid embedding; NaN, infinite or zero ones are skipped with the reason."""
     valid_rows = []
@@ -171,17 +193,21 @@ def _predict_embeddings(
             skipped.append((name, fault))
     if not valid_rows:
         return []
-    log_probabilities = classifier.log_probabilities(classifier.logits(torch.from_numpy(values[valid_rows]).float()))
-    sets = [None] * len(valid_rows) if coverage is None else classifier.prediction_sets(log_probabilities, coverage)
+    x = torch.from_numpy(values[valid_rows]).float()
+    log_probabilities = classifier.log_probabilities(classifier.logits(x))
+    sets: Sequence[tuple[str, ...] | None] = [None] * len(x)
+    if options.coverage is not None:
+        sets = classifier.prediction_sets(log_probabilities, options.coverage)
+    rejections = classifier.reject(x).tolist() if options.reject else [None] * len(x)
     ranked = log_probabilities.exp().sort(dim=1, descending=True)
     out = []
-    for row, order, ranked_probabilities, prediction_set in zip(
-        valid_rows, ranked.indices.tolist(), ranked.values.tolist(), sets, strict=True
+    for row, order, ranked_probabilities, prediction_set, rejected in zip(
+        valid_rows, ranked.indices.tolist(), ranked.values.tolist(), sets, rejections, strict=True
     ):
         ranking = tuple(
             (classifier.frozen.classes[i], chance) for i, chance in zip(order, ranked_probabilities, strict=True)
         )
-        out.append(Prediction(names[row], *ranking[0], ranking, prediction_set))
+        out.append(Prediction(names[row], *ranking[0], ranking, prediction_set, rejected))
     return out
 
 
@@ -210,7 +236,7 @@ def score(
     classifier = Personalised.from_pretrained(folder, encoder)
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})
-    predictions = predict_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
+    predictions = predict_sources(classifier, [(dataset.source, "")], encoder, access, progress, Options(coverage))
     number = match_classes(dataset.classes, predictions.classes)
     if -1 in number:
         name = dataset.classes[number.index(-1)]

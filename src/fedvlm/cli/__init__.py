@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fedvlm.cli.classifier import export, join, predict, score
+from fedvlm.cli.classifier import export, join, predict, score, serve
 from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
 from fedvlm.cli.deploy import export_app, ledger
 from fedvlm.cli.enrolment import deploy_app
@@ -77,6 +77,7 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
             "fedvlm predict classifier photos --top 3",
             "fedvlm predict classifier photos --coverage 0.95 --output out.csv",
         ),
+        serve: ("fedvlm serve classifier --port 8766", "fedvlm serve classifier --host 0.0.0.0 --token-file token"),
         score: ("fedvlm score classifier labelled-images --json",),
         join: ("fedvlm join runs/images/tofa-images-1a2b3c4d images/west --output west",),
     },

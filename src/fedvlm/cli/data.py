@@ -8,7 +8,22 @@ from typing import Annotated, Literal
 
 import typer
 
-from fedvlm.cli.options import Access, Data, Json, Quiet, SectionedGroup, Set, Source, examples, parse_pairs
+from fedvlm.cli.options import (
+    Access,
+    Data,
+    Host,
+    Json,
+    Port,
+    Quiet,
+    SectionedGroup,
+    Set,
+    Source,
+    TlsCertificate,
+    TlsKey,
+    TokenFile,
+    examples,
+    parse_pairs,
+)
 from fedvlm.cli.progress import progress
 
 Precision = Literal["float16", "float32"]
@@ -108,21 +123,22 @@ def partition(
 
 def serve_encoder(
     encoder: Annotated[str, typer.Argument(help="Encoder (see `fedvlm list encoders`).")],
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8765,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that clients must send.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="TLS private key (PEM).")] = None,
+    port: Port = 8765,
+    host: Host = "127.0.0.1",
+    token_file: TokenFile = None,
+    tls_cert: TlsCertificate = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Serve an encoder's embeddings over HTTP, not its weights."""
     import logging
 
     from fedvlm.encoders import open_encoder
-    from fedvlm.encoders.serve import serve
+    from fedvlm.encoders.serve import create_app, serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    opened = open_encoder(encoder)
     serve(
-        open_encoder(encoder),
+        lambda token: create_app(opened, token),
         host=host,
         port=port,
         token_file=token_file,

@@ -25,14 +25,15 @@ def init(
     folder: Annotated[Path, typer.Argument(help="New folder of the federation.")],
     sites: Annotated[str, typer.Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
     host: Annotated[str, typer.Option(help="Address at which sites reach the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the server.")] = 8443,
+    port: Annotated[int, typer.Option(help="Port at which sites reach the server.")] = 8443,
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
 ) -> None:
     """Create the server's folder and an invitation for sites."""
     from fedvlm.deploy.kits import INVITATION_FILE
     from fedvlm.deploy.kits import create_kits as write_kits
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    central, *kits = write_kits(folder, names, host, port)
+    central, *kits = write_kits(folder, names, host, port, **({"listen": listen} if listen else {}))
     typer.echo(f"{central}: keep this folder on the server")
     typer.echo(f"{central / INVITATION_FILE}: send this to each site that joins; it contains no secret")
     for path in kits:

@@ -9,10 +9,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
+from fedvlm.deploy.flower.network import LOOPBACK_NAMES, join_address, split_address
 from fedvlm.deploy.identity.certificates import CERTIFICATE_FILE as CERTIFICATE
 from fedvlm.deploy.identity.certificates import (
     SITES_FOLDER,
@@ -60,6 +62,7 @@ class ServerKit:
 
     folder: Path
     address: str  # host:port, as the sites reach it
+    listen: str = ""  # host:port on this machine; empty: the port of `address`, on all interfaces
     sites: tuple[str, ...] = ()  # that have a certificate in `sites/`
     quorum: float = ranged_field(0.5, POSITIVE_FRACTION)  # share of the sites asked that must answer
     deadline: float = ranged_field(600.0, NON_NEGATIVE)  # seconds a site has for one round
@@ -119,6 +122,28 @@ def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
     return replace(kit, **options)
 
 
+def is_host(text: str) -> bool:
+    """Return whether a text is a host's name, or an IPv4 or IPv6 address."""
+    try:
+        return bool(ip_address(text)) and "%" not in text
+    except ValueError:
+        return bool(HOST_NAME.fullmatch(text))
+
+
+def listen_address(kit: ServerKit) -> tuple[str, int]:
+    """Return the host and the port that the server listens on; an IPv6 name listens on IPv6."""
+    host, port = split_address(kit.address)
+    if kit.listen:
+        return split_address(kit.listen)
+    return host if host in LOOPBACK_NAMES else "::" if ":" in host else "0.0.0.0", port
+
+
+def local_address(kit: ServerKit) -> str:
+    """Return the address at which this machine reaches its own server."""
+    host, port = listen_address(kit)
+    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
 def write_site(kit: SiteKit) -> None:
     """Write a kit's options into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
@@ -129,12 +154,13 @@ def write_site(kit: SiteKit) -> None:
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
     """Create the server's folder, and for a rehearsal a kit per site with a key made here."""
     _check_new_kits(folder, sites)
-    if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
+    if not is_host(host) or not 0 < port < 65536:
         raise SettingsError(
             f"host = {host!r} and port = {port} are not an address; name the server as the sites reach it, e.g. "
             "clinic.example or 192.0.2.7, and a port up to 65535"
         )
-    address = f"{host}:{port}"
+    address = join_address(host, port)
+    listen_address(ServerKit(folder, address, **server))  # refuse a wrong one before anything is written
     signing, server_pub = create_key_pair()
     papers = create_certificates(host)
     central = folder / "server"

@@ -258,7 +258,9 @@ def _client(url: str, token_file: str | Path | None, ca_file: str | Path | None,
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     try:
         verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
-        return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
+        # A proxy would read the token of a plain call; TLS goes through it unread.
+        is_encrypted = url.startswith("https:")
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify, trust_env=is_encrypted)
     except (OSError, ValueError, httpx.InvalidURL) as error:
         raise EncoderError(f"{url} cannot be used ({error}); check the URL and ca_file") from error
 

@@ -11,16 +11,20 @@ import socket
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedvlm.encoders import Encoder, fingerprint
+from fedvlm.encoders import Encoder, Vectors, fingerprint
 from fedvlm.encoders.http import REMOTE_OFFERS, encode_array, read_token
 from fedvlm.errors import DataError, EncoderError, SettingsError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 LOG = logging.getLogger("fedvlm.serve")
 MAX_BYTES = 64_000_000  # of one request
@@ -45,8 +49,14 @@ class RequestRefused(Exception):
 class Service:
     """Process the bodies of requests, independent of the HTTP framework."""
 
-    def __init__(self, encoder: Encoder, max_bytes: int, max_batch: int) -> None:
-        self.encoder, self.max_batch = encoder, max_batch
+    def __init__(
+        self,
+        encoder: Encoder,
+        max_bytes: int,
+        max_batch: int,
+        convert: Callable[[bytes], bytes] = lambda data: data,  # of an image before it is decoded
+    ) -> None:
+        self.encoder, self.max_batch, self.convert = encoder, max_batch, convert
         self.fingerprint = fingerprint(encoder)
         self.offers = encoder.offers & REMOTE_OFFERS
         self.info = {
@@ -63,15 +73,13 @@ class Service:
         self._encoder_lock = threading.Lock()  # encoders need not be thread-safe
 
     def embed(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        images = self._list(body, "images")
+        images = self.read_strings(body, "images")
         patches = body.get("patches", False)
         if not isinstance(patches, bool):
             raise RequestRefused(422, "patches must be true or false")
         if patches and "patches" not in self.offers:
             raise RequestRefused(422, "this encoder has no patch embeddings")
-        batch = [self._prepare(index, image) for index, image in enumerate(images)]
-        with self._encoder_lock:
-            vectors = self.encoder.embed(batch, patches)
+        vectors = self.embed_images(images, patches)
         spread = None if vectors.patches is None else encode_array(vectors.patches)
         return {
             "fingerprint": self.fingerprint,
@@ -79,10 +87,16 @@ class Service:
             "patches": spread,
         }
 
+    def embed_images(self, images: Sequence[str], patches: bool) -> Vectors:
+        """Embed images in base64."""
+        batch = self.prepare_images(images)
+        with self._encoder_lock:
+            return self.encoder.embed(batch, patches)
+
     def text(self, body: Mapping[str, Any]) -> dict[str, Any]:
         if "text" not in self.offers:
             raise RequestRefused(404, "this encoder has no text")
-        sentences = self._list(body, "sentences")
+        sentences = self.read_strings(body, "sentences")
         try:
             with self._encoder_lock:
                 vectors = self.encoder.embed_text(sentences)
@@ -90,13 +104,17 @@ class Service:
             raise RequestRefused(422, str(error)) from error
         return {"fingerprint": self.fingerprint, "pooled": encode_array(vectors.numpy()), "patches": None}
 
-    def _list(self, body: Mapping[str, Any], key: str) -> list[str]:
+    def read_strings(self, body: Mapping[str, Any], key: str) -> list[str]:
         values = body.get(key) if isinstance(body, dict) else None
         if not isinstance(values, list) or not values or any(type(v) is not str for v in values):
             raise RequestRefused(422, f"the body must be a JSON object with a list of strings {key!r}")
         if len(values) > self.max_batch:
             raise RequestRefused(413, f"{len(values)} {key} in one request; send at most {self.max_batch}")
         return values
+
+    def prepare_images(self, images: Sequence[str]) -> list[Any]:
+        """Decode images in base64 for the encoder; refuse one that cannot be decoded by its index."""
+        return [self._prepare(index, image) for index, image in enumerate(images)]
 
     def _prepare(self, index: int, image: str) -> Any:
         from fedvlm.encoders.images import decode
@@ -105,13 +123,56 @@ class Service:
             data = b64decode(image, validate=True)
         except ValueError as error:
             raise RequestRefused(422, f"image {index} is not base64", index=index) from error
-        if self.encoder.preprocess is None:
-            return data
         try:
             with self._decoding:
-                return self.encoder.preprocess(decode(data))
+                data = self.convert(data)
+                return data if self.encoder.preprocess is None else self.encoder.preprocess(decode(data))
         except DataError as error:
             raise RequestRefused(422, f"image {index}: {error}", index=index) from error
+
+
+class Gateway:
+    """Check the token and the limits of every request, log it, and reply with JSON."""
+
+    def __init__(self, token: str | None, max_bytes: int) -> None:
+        self.token, self.max_bytes = token, max_bytes
+        self.room = asyncio.Semaphore(MAX_REQUESTS)
+        self.n_requests: Counter[int] = Counter()  # by status
+        self.seconds = 0.0
+
+    async def reply(self, request: Any, work: Callable[[Any], tuple[dict[str, Any], int]] | None) -> Any:
+        """Reply with what `work` makes of the body, and its number of samples; without `work` only check the token."""
+        from fastapi.responses import JSONResponse
+        from starlette.concurrency import run_in_threadpool
+
+        began, size, status, count = time.perf_counter(), 0, 200, 0
+        content: dict[str, Any] = {}
+        try:
+            _check_token(self.token, request.headers.get("authorization", ""))
+            if work is not None:
+                async with self.room:
+                    raw = await _body(request, self.max_bytes)
+                    size = len(raw)
+                    content, count = await run_in_threadpool(lambda: work(_parse(raw)))
+        except RequestRefused as refusal:
+            status, content = refusal.status, refusal.body
+        except Exception:  # details stay in the server's log
+            LOG.exception("the request failed")
+            status, content = 500, {"detail": "the server failed; see its log"}
+        spent = time.perf_counter() - began
+        self.n_requests[status] += 1
+        self.seconds += spent
+        LOG.info("%s rows=%d bytes=%d seconds=%.3f status=%d", request.url.path, count, size, spent, status)
+        return JSONResponse(content, status)
+
+
+def new_application(title: str, **options: Any) -> "FastAPI":
+    """Return an empty FastAPI application."""
+    try:
+        from fastapi import FastAPI
+    except ImportError as error:
+        raise EncoderError("fastapi is not installed; pip install 'fedvlm[serve]'") from error
+    return FastAPI(title=title, **options)
 
 
 def create_app(
@@ -121,57 +182,29 @@ def create_app(
     max_batch: int = MAX_BATCH,
 ) -> Any:
     """Create the ASGI application; with a token, every request must send it."""
-    try:
-        from fastapi import FastAPI, Request
-        from fastapi.responses import JSONResponse
-        from starlette.concurrency import run_in_threadpool
-    except ImportError as error:
-        raise EncoderError("fastapi is not installed; pip install 'fedvlm[serve]'") from error
+    server = new_application("fedvlm encoder", openapi_url=None)
+    from fastapi import Request
 
-    service = Service(encoder, max_bytes, max_batch)
-    server = FastAPI(title="fedvlm encoder", openapi_url=None)
-    room = asyncio.Semaphore(MAX_REQUESTS)
-
-    async def answer(request: Request, work: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> JSONResponse:
-        began, size, status, count = time.perf_counter(), 0, 200, 0
-        try:
-            _check_token(token, request.headers.get("authorization", ""))
-            content: dict[str, Any] = service.info
-            if work is not None:
-                async with room:
-                    raw = await _body(request, max_bytes)
-                    size = len(raw)
-                    content = await run_in_threadpool(lambda: work(_parse(raw)))
-                count = content["pooled"]["shape"][0]
-        except RequestRefused as refusal:
-            status, content = refusal.status, refusal.body
-        except Exception:  # details stay in the server's log
-            LOG.exception("the encoder failed")
-            status, content = 500, {"detail": "the encoder failed; see the server's log"}
-        spent = time.perf_counter() - began
-        LOG.info(
-            "%s rows=%d bytes=%d seconds=%.3f status=%d",
-            request.url.path,
-            count,
-            size,
-            spent,
-            status,
-        )
-        return JSONResponse(content, status)
+    service, gateway = Service(encoder, max_bytes, max_batch), Gateway(token, max_bytes)
 
     @server.get("/info")
-    async def info(request: Request) -> JSONResponse:
-        return await answer(request, None)
+    async def info(request: Request) -> Any:
+        reply = await gateway.reply(request, None)
+        return service.info if reply.status_code == 200 else reply
 
     @server.post("/embed")
-    async def embed(request: Request) -> JSONResponse:
-        return await answer(request, service.embed)
+    async def embed(request: Request) -> Any:
+        return await gateway.reply(request, lambda body: _counted(service.embed(body)))
 
     @server.post("/text")
-    async def text(request: Request) -> JSONResponse:
-        return await answer(request, service.text)
+    async def text(request: Request) -> Any:
+        return await gateway.reply(request, lambda body: _counted(service.text(body)))
 
     return server
+
+
+def _counted(content: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    return content, content["pooled"]["shape"][0]
 
 
 def _check_token(token: str | None, header: str) -> None:
@@ -204,7 +237,7 @@ def _parse(raw: bytearray) -> Any:
 
 
 def serve(
-    encoder: Encoder,
+    create: Callable[[str | None], Any],
     host: str = "127.0.0.1",
     port: int = 8765,
     token_file: str | Path | None = None,
@@ -212,7 +245,7 @@ def serve(
     tls_key: str | Path | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until interrupted; `ready` is called with the URL."""
+    """Serve the application that `create` makes for a token until interrupted; `ready` is called with the URL."""
     if token_file is None and not is_loopback(host):
         raise SettingsError(f"{host} can be reached from other machines; name a token_file, or listen on 127.0.0.1")
     if (tls_cert is None) != (tls_key is None):
@@ -220,7 +253,7 @@ def serve(
     for file in (tls_cert, tls_key):
         if file is not None and not Path(file).is_file():
             raise SettingsError(f"there is no TLS file {file}; correct the path")
-    made = create_app(encoder, read_token(token_file) if token_file else None)
+    made = create(read_token(token_file) if token_file else None)
     import uvicorn
 
     config = uvicorn.Config(

@@ -314,7 +314,8 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     """Measure the loss on the validation samples (or the training samples), and the correct ones there and in the test.
 
     At the `last` time also, but for a crowd, the metrics of the test rows, with what their diagrams
-    are drawn from, and in a simulation the rows' hits and the confusion matrix.
+    are drawn from, the correct ones if only classes of the client's training samples may be named, and in a
+    simulation the rows' hits and the confusion matrix.
     """
     val_rows, test = evaluation_rows(world, id)
     rows = np.concatenate([val_rows, test])
@@ -334,6 +335,10 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
         scores |= {key: score for key, score in compute_metrics(p, truth).items() if key != "accuracy"}
         if last:
             scores |= diagram_data(p, truth)
+            own_classes = torch.from_numpy(np.unique(world.y.numpy()[world.members[id].train]))
+            if 0 < len(own_classes) < p.shape[1]:
+                named = own_classes[logits[len(val_rows) :][:, own_classes].argmax(dim=1)]
+                scores["own_class_hits"] = int((named == truth).sum())
         if last and world.details:
             scores |= prediction_details(p, truth)
     return scores

@@ -20,6 +20,8 @@ DEFAULT_RIDGE = 1e-4  # without validation samples
 BIAS_RIDGE = 1e-9  # of the bias: keeps that of a class without samples finite
 MAX_STEPS = 60
 LINE_SEARCH_STEPS = 4
+NEWTON_STEPS, CONJUGATE_STEPS = 24, 40  # of a fit that must converge
+CONJUGATE_TOLERANCE = 1e-6  # of the squared residual, at which a Newton direction is good enough
 LBFGS_MEMORY = 10  # steps that the curvature is estimated from
 CURVATURE = 0.25  # of a sample's loss in the metric: half of the bound 1/2, which few samples reach
 GRADIENT_TOLERANCE = 1e-10  # at which a fit has converged
@@ -72,9 +74,114 @@ def fit_ridge_path(
     W - W_anchor lies in the span of the samples, so it is fitted in their singular basis, in which the metric
     curvature · S² / n + ridge is diagonal for every ridge at once.
     """
+    regression = _prepare_regression(x, y, ridges, anchor, open_classes, bias_ridge)
+    position = regression.zeros()
+    logits, current_gradient = regression.start, regression.gradient(regression.start, position)
+    past: list[tuple[Tensor, Tensor]] = []
+    for _ in range(steps):
+        direction = -lbfgs_direction(current_gradient, past, lambda q: q)
+        step, logit_step = regression.search(logits, position, direction, LINE_SEARCH_STEPS)
+        has_converged = (current_gradient.abs().amax((1, 2)) < GRADIENT_TOLERANCE)[:, None, None]
+        step = torch.where(has_converged, 0.0, step)
+        position, logits = position + step, logits + torch.where(has_converged, 0.0, logit_step)
+        next_gradient = regression.gradient(logits, position)
+        past = [*past, (step, next_gradient - current_gradient)][-LBFGS_MEMORY:]
+        current_gradient = next_gradient
+    return regression.path(position, current_gradient)
+
+
+def fit_converged_path(x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor) -> RidgePath:
+    """Fit what `fit_ridge_path` fits by Newton steps, which also converge where classes are nearly separable."""
+    regression = _prepare_regression(x, y, ridges, anchor, open_classes, BIAS_RIDGE)
+    position, logits = regression.zeros(), regression.start
+    for _ in range(NEWTON_STEPS):
+        direction = regression.newton_direction(logits, position)
+        step, logit_step = regression.search(logits, position, direction, 2 * LINE_SEARCH_STEPS)
+        before, after = (
+            regression.objective(*at) for at in ((logits, position), (logits + logit_step, position + step))
+        )
+        is_better = (after <= before)[:, None, None]
+        position, logits = (
+            position + torch.where(is_better, step, 0.0),
+            logits + torch.where(is_better, logit_step, 0.0),
+        )
+    return regression.path(position, regression.gradient(logits, position))
+
+
+class _Regression(NamedTuple):
+    """A regression in the singular basis of its samples, with coordinates scaled by the metric of every ridge."""
+
+    rows: Tensor  # (samples, rank + 1) in the basis, with a last coordinate of 1
+    right: Tensor  # (rank, dim) the basis
+    truth: Tensor  # (samples, classes) 1 for the true class
+    sample_weights: Tensor  # (samples,) 1 / number of samples, 0 for padding
+    ridge_weights: Tensor  # (ridges, rank + 1, 1) of the scaled coordinates
+    scale: Tensor  # (ridges, rank + 1, 1)
+    start: Tensor  # (ridges, samples, classes) logits of the anchor
+    anchor: Head
+
+    def zeros(self) -> Tensor:
+        return self.rows.new_zeros(len(self.scale), self.rows.shape[1], self.truth.shape[1])
+
+    def objective(self, logits: Tensor, position: Tensor) -> Tensor:
+        """Return (ridges,)."""
+        losses = logits.logsumexp(-1) - torch.where(self.truth > 0, logits, 0.0).sum(-1)
+        return (losses * self.sample_weights).sum(-1) + (self.ridge_weights * position.square()).sum((1, 2)) / 2
+
+    def gradient(self, logits: Tensor, position: Tensor) -> Tensor:
+        error = (logits.softmax(-1) - self.truth) * self.sample_weights[:, None]
+        return self.scale * multiply_all(self.rows.mT, error) + self.ridge_weights * position
+
+    def search(self, logits: Tensor, position: Tensor, direction: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """Return the step along a direction that minimises the convex objective, and the change of the logits by it.
+
+        A Newton step that leaves the bracket of the minimum, or crosses half of it, is replaced by bisection or growth.
+        """
+        change = multiply_all(self.rows, self.scale * direction)
+        ridge_curvature = (self.ridge_weights * direction * direction).sum((1, 2))
+        ridge_gradient = (self.ridge_weights * direction * position).sum((1, 2))
+        true_change = (self.truth * change).sum(-1)
+        length = torch.ones_like(ridge_curvature)
+        low, high = torch.zeros_like(ridge_curvature), torch.full_like(ridge_curvature, torch.inf)
+        for _ in range(steps):
+            p = (logits + length[:, None, None] * change).softmax(-1)
+            mean = (p * change).sum(-1)
+            first = ((mean - true_change) * self.sample_weights).sum(-1) + ridge_gradient + length * ridge_curvature
+            spread = (p * change.square()).sum(-1) - mean.square()
+            second = (spread * self.sample_weights).sum(-1) + ridge_curvature
+            low, high = torch.where(first < 0, length, low), torch.where(first < 0, high, length)
+            middle = torch.where(high.isinf(), 4 * length, (low + high) / 2)
+            newton_length = length - first / second.clamp(min=1e-30)
+            max_move = torch.minimum((high - low) / 2, 16 * length.clamp(min=1))
+            is_near = (newton_length >= low) & (newton_length <= high) & ((newton_length - length).abs() <= max_move)
+            length = torch.where(is_near, newton_length, middle)
+        length = length[:, None, None]
+        return length * direction, length * change
+
+    def newton_direction(self, logits: Tensor, position: Tensor) -> Tensor:
+        """Return the Newton direction by conjugate gradients, with the diagonal of the Hessian as the metric."""
+        p = logits.softmax(-1)
+        weighted = p * self.sample_weights[:, None]
+        diagonal = self.scale.square() * multiply_all(self.rows.square().mT, weighted * (1 - p)) + self.ridge_weights
+
+        def multiply_hessian(v: Tensor) -> Tensor:
+            change = multiply_all(self.rows, self.scale * v)
+            curved = weighted * (change - (p * change).sum(-1, keepdim=True))
+            return self.scale * multiply_all(self.rows.mT, curved) + self.ridge_weights * v
+
+        return conjugate_gradients(multiply_hessian, -self.gradient(logits, position), diagonal)
+
+    def path(self, position: Tensor, gradient: Tensor) -> RidgePath:
+        change = self.scale * position
+        weight = self.anchor.weight + (self.right.mT @ change[:, :-1]).mT
+        return RidgePath(Head(weight, self.anchor.bias + change[:, -1]), gradient.abs().amax((1, 2)))
+
+
+def _prepare_regression(
+    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor, bias_ridge: float | Tensor
+) -> _Regression:
     real = y >= 0
     x = torch.where(real[:, None], x.double(), 0.0)
-    label = y.clamp(min=0)
     sample_weights = real.double() / real.sum().clamp(min=1)
     left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
     rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (samples, rank + 1)
@@ -83,31 +190,28 @@ def fit_ridge_path(
     curvature = torch.cat([CURVATURE * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE)])
     scale = (curvature + ridge_weights).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
     ridge_weights = ridge_weights[:, :, None] * scale.square()
-    truth = (label[:, None] == torch.arange(len(open_classes), device=y.device)).double()
+    truth = (y.clamp(min=0)[:, None] == torch.arange(len(open_classes), device=y.device)).double()
     closed = torch.where(open_classes, 0.0, -torch.inf)
     start = (anchor.logits(x.to(anchor.weight.dtype)).double() + closed).expand(len(ridges), -1, -1)
+    return _Regression(rows, right, truth, sample_weights, ridge_weights, scale, start, anchor)
 
-    def gradient(logits: Tensor, at: Tensor) -> Tensor:
-        error = (logits.softmax(-1) - truth) * sample_weights[:, None]
-        return scale * multiply_all(rows.mT, error) + ridge_weights * at
 
-    position = torch.zeros(len(ridges), rows.shape[1], len(open_classes), dtype=x.dtype, device=x.device)
-    logits, current_gradient = start, gradient(start, position)
-    past: list[tuple[Tensor, Tensor]] = []
-    for _ in range(steps):
-        direction = -lbfgs_direction(current_gradient, past, lambda q: q)
-        direction_logits = multiply_all(rows, scale * direction)
-        length = line_search(logits, direction_logits, truth, sample_weights, ridge_weights, position, direction)
-        has_converged = current_gradient.abs().amax((1, 2)) < GRADIENT_TOLERANCE
-        step = torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction)
-        position = position + step
-        logits = logits + torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction_logits)
-        next_gradient = gradient(logits, position)
-        past = [*past, (step, next_gradient - current_gradient)][-LBFGS_MEMORY:]
-        current_gradient = next_gradient
-    change = scale * position
-    weight = anchor.weight + (right.mT @ change[:, :-1]).mT
-    return RidgePath(Head(weight, anchor.bias + change[:, -1]), current_gradient.abs().amax((1, 2)))
+def conjugate_gradients(multiply: Callable[[Tensor], Tensor], target: Tensor, diagonal: Tensor) -> Tensor:
+    """Solve positive definite systems, one for each leading index, until the residual is small or steps are over."""
+    solution, residual = torch.zeros_like(target), target
+    direction = residual / diagonal
+    first = size = dot(residual, direction)
+    for _ in range(CONJUGATE_STEPS):
+        product = multiply(direction)
+        curvature = dot(direction, product)
+        is_active = (size > CONJUGATE_TOLERANCE * first) & (curvature > 0)
+        length = torch.where(is_active, size / torch.where(is_active, curvature, 1.0), 0.0)
+        solution, residual = solution + length * direction, residual - length * product
+        next_size = dot(residual, residual / diagonal)
+        ratio = next_size / torch.where(is_active, size, 1.0)
+        direction = torch.where(is_active, residual / diagonal + ratio * direction, direction)
+        size = torch.where(is_active, next_size, size)
+    return solution
 
 
 def multiply_all(matrix: Tensor, matrices: Tensor) -> Tensor:
@@ -145,38 +249,6 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1), keepdim=True)
 
 
-def line_search(
-    logits: Tensor,
-    direction_logits: Tensor,
-    truth: Tensor,
-    sample_weights: Tensor,
-    ridge_weights: Tensor,
-    position: Tensor,
-    direction: Tensor,
-) -> Tensor:
-    """Return (ridges,) step lengths that minimise the convex objective along `direction`.
-
-    A Newton step that leaves the bracket of the minimum is replaced by bisection or growth.
-    """
-    ridge_curvature = (ridge_weights * direction * direction).sum((1, 2))
-    ridge_gradient = (ridge_weights * direction * position).sum((1, 2))
-    true_logits = (truth * direction_logits).sum(-1)
-    length = torch.ones_like(ridge_curvature)
-    low, high = torch.zeros_like(ridge_curvature), torch.full_like(ridge_curvature, torch.inf)
-    for _ in range(LINE_SEARCH_STEPS):
-        p = (logits + length[:, None, None] * direction_logits).softmax(-1)
-        mean = (p * direction_logits).sum(-1)
-        first = ((mean - true_logits) * sample_weights).sum(-1) + ridge_gradient + length * ridge_curvature
-        spread = (p * direction_logits.square()).sum(-1) - mean.square()
-        second = (spread * sample_weights).sum(-1) + ridge_curvature
-        low, high = torch.where(first < 0, length, low), torch.where(first < 0, high, length)
-        middle = torch.where(high.isinf(), 4 * length, (low + high) / 2)
-        newton_length = length - first / second.clamp(min=1e-30)
-        upper = torch.minimum(high, 16 * length.clamp(min=1))
-        length = torch.where((newton_length > low) & (newton_length < upper), newton_length, middle)
-    return length
-
-
 def summed_cross_entropy(logits: Tensor, y: Tensor, max_loss: float = torch.inf) -> Tensor:
     """Return the (...,) summed cross-entropy of (..., samples, classes), each at most `max_loss`; y = -1 is padding."""
     log_probabilities = logits.log_softmax(-1)
@@ -200,6 +272,20 @@ def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor) -> Tenso
     """Return the index of the ridge with the highest validation likelihood, under a weak prior around DEFAULT_RIDGE."""
     distance = (ridges / DEFAULT_RIDGE).log10()
     return (summed_cross_entropy(path.heads.logits(x.double()), y) + distance.square() / 8).argmin()
+
+
+def fit_best_head(
+    x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, anchor: Head, open_classes: Tensor
+) -> tuple[Head, Tensor, Tensor]:
+    """Return the head of the ridge with the highest validation likelihood, the ridge and the remaining gradient.
+
+    The ridge is chosen among fits of few steps; that of the chosen one is continued until it converges.
+    """
+    ridges = torch.tensor(RIDGES, dtype=torch.float64)
+    best = select_ridge(fit_ridge_path(x, y, ridges, anchor, open_classes), ridges, val_x, val_y)
+    ridge = ridges.index_select(0, best[None])
+    path = fit_converged_path(x, y, ridge, anchor, open_classes)
+    return Head(path.heads.weight[0], path.heads.bias[0]), ridge[0], path.max_gradient[0]
 
 
 class QuasiNewtonState(NamedTuple):

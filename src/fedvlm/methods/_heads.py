@@ -7,7 +7,7 @@ from fedvlm import seeds
 from fedvlm.core import Client, Frozen
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian_classes
-from fedvlm.maths.logistic_regression import RIDGES, Head, RidgePath, fit_ridge_path
+from fedvlm.maths.logistic_regression import RIDGES, Head, RidgePath, fit_best_head, fit_ridge_path
 
 
 def initial_head(head: str, frozen: Frozen) -> Tensor:
@@ -34,8 +34,21 @@ def zero_shot_logits(frozen: Frozen, x: Tensor) -> Tensor:
 
 def fit_local_path(frozen: Frozen, client: Client) -> tuple[Tensor, RidgePath, Tensor]:
     """Return the ridges, a head for each from the client's samples alone, and which classes it has samples of."""
-    classes = len(frozen.classes)
-    ridges = torch.tensor(RIDGES, dtype=torch.float64)
-    nothing = Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
-    has_samples = gaussian_classes.class_membership(client.y, classes).sum(0) > 0
-    return ridges, fit_ridge_path(client.x, client.y, ridges, nothing, has_samples), has_samples
+    ridges, start = torch.tensor(RIDGES, dtype=torch.float64), _zero_head(frozen)
+    has_samples = _has_samples(frozen, client)
+    return ridges, fit_ridge_path(client.x, client.y, ridges, start, has_samples), has_samples
+
+
+def fit_head_alone(frozen: Frozen, client: Client) -> tuple[Head, Tensor, Tensor]:
+    """Return a head from the client's samples alone, its ridge and the remaining gradient; it names no other class."""
+    samples, has_samples = (client.x, client.y, client.val_x, client.val_y), _has_samples(frozen, client)
+    head, ridge, gradient = fit_best_head(*samples, _zero_head(frozen), has_samples)
+    return Head(head.weight, torch.where(has_samples, head.bias, gaussian_classes.ABSENT_CLASS_LOGIT)), ridge, gradient
+
+
+def _zero_head(frozen: Frozen) -> Head:
+    return Head(torch.zeros(len(frozen.classes), frozen.dim), torch.zeros(len(frozen.classes)))
+
+
+def _has_samples(frozen: Frozen, client: Client) -> Tensor:
+    return gaussian_classes.class_membership(client.y, len(frozen.classes)).sum(0) > 0

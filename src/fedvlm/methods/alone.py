@@ -10,9 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import ClassTraits, Client, Frozen, Tensors, Traits, register
-from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
-from fedvlm.maths.logistic_regression import select_ridge
-from fedvlm.methods._heads import fit_local_path
+from fedvlm.methods._heads import fit_head_alone
 from fedvlm.methods._settings import CheckedSettings
 
 
@@ -31,11 +29,9 @@ class Alone(CheckedSettings):
         }
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        ridges, path, has_samples = fit_local_path(frozen, client)
-        best = select_ridge(path, ridges, client.val_x, client.val_y)
-        bias = torch.where(has_samples, path.heads.bias, ABSENT_CLASS_LOGIT)
-        fitted = {"weight": path.heads.weight, "bias": bias, "ridge": ridges, "gradient": path.max_gradient}
-        return {key: value[best].float() for key, value in fitted.items()}
+        head, ridge, gradient = fit_head_alone(frozen, client)
+        fitted = {**head._asdict(), "ridge": ridge, "gradient": gradient}
+        return {key: value.float() for key, value in fitted.items()}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return x @ local["weight"].mT + local["bias"]

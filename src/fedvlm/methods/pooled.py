@@ -1,6 +1,6 @@
-"""Not federated: the logistic regression of `alone` on the samples of all training clients together.
+"""Not federated: a logistic regression on the samples of all training clients together, from text if there is text.
 
-It is the reference for federated methods, and runs in a simulation only.
+Without text it is the regression of `alone`. It is the reference for federated methods, and runs in a simulation only.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
-from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
-from fedvlm.maths.logistic_regression import select_ridge
-from fedvlm.methods._heads import fit_local_path
+from fedvlm.maths.logistic_regression import fit_best_head, split_head
+from fedvlm.methods._heads import fit_head_alone
+from fedvlm.methods._logistic import zero_shot_head
 from fedvlm.methods._settings import CheckedSettings
 
 
@@ -27,13 +27,14 @@ class Pooled(CheckedSettings):
         return {**head, "gradient": torch.zeros(())}, {}
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        ridges, path, has_samples = fit_local_path(frozen, client)
-        best = select_ridge(path, ridges, client.val_x, client.val_y)[None]
-        weight, bias = (part.index_select(0, best)[0] for part in path.heads)
-        bias = torch.where(has_samples, bias, ABSENT_CLASS_LOGIT)
-        max_gradient = path.max_gradient.index_select(0, best)[0]
-        head = {"weight": weight, "bias": bias, "gradient": max_gradient}
-        return {key: value.float() for key, value in head.items()}, local
+        if frozen.text is None:
+            head, _, gradient = fit_head_alone(frozen, client)
+        else:
+            start = split_head(zero_shot_head(frozen))
+            samples, all_classes = (client.x, client.y, client.val_x, client.val_y), torch.ones(len(start.bias)) > 0
+            head, _, gradient = fit_best_head(*samples, start, all_classes)
+        fitted = {**head._asdict(), "gradient": gradient}
+        return {key: value.float() for key, value in fitted.items()}, local
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return x @ sent["weight"].mT + sent["bias"]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.classifier.personalised import client_classifier, reopen_encoder
+from fedvlm.classifier.personalised import Personalised, client_classifier, reopen_encoder
 from fedvlm.core import Matching, make
 from fedvlm.data.clients import superclasses
 from fedvlm.encoders.images import Pixels, decode
@@ -61,11 +61,19 @@ def explain(
             f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
             "prompts; explain a run of fedotp"
         )
-    pixels_of = read_image(Path(image))
+    decoded = read_image(Path(image))
     classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
-    encoder, frozen = reopen_encoder(classifier.encoder), classifier.frozen
+    return explain_image(classifier, reopen_encoder(classifier.encoder), decoded, name, gammas)
+
+
+def explain_image(
+    classifier: Personalised, encoder: Any, decoded: Any, name: str | None = None, gammas: Sequence[float] | None = None
+) -> Explanation:
+    """Explain the prediction of one decoded image by a classifier that matches patches and prompts."""
+    method, frozen = classifier.method, classifier.frozen
+    assert isinstance(method, Matching)
     assert isinstance(encoder.preprocess, Pixels)  # no other encoder has a text tower
-    pixels = encoder.preprocess(pixels_of)
+    pixels = encoder.preprocess(decoded)
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()
     probabilities = classifier.logits(patches)[0].softmax(0)
     if name is not None and name not in frozen.classes:

@@ -16,7 +16,15 @@ from fedvlm.storage.files import read_json, write_json
 TIDY_FORMS = ("csv", "json")
 TABLE_FORMS = ("text", "markdown", "latex", *TIDY_FORMS)
 TRAFFIC_COLUMNS = ("rounds", "kB per client")
-MAIN_COLUMNS = {"G", "P", "C", "own", "global", "average"}  # what a table shows first; the rest is per client
+MAIN_COLUMNS = {
+    "G",
+    "P",
+    "C",
+    "own",
+    "own classes only",
+    "global",
+    "average",
+}  # what a table shows first; the rest is per client
 MAIN_COLUMNS |= {f"{group} {name}" for name in METRICS for group in ("clients", "target")}
 
 
@@ -122,10 +130,12 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
 
 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:
-    """Return the accuracy of random guessing, where a column is an accuracy."""
+    """Return the accuracy of random guessing, where a column is an accuracy over all classes."""
     chance = 1 / (2 if result.manifest.get("multi_label") else len(result.manifest["classes"]))
-    non_accuracy_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")}
-    is_accuracy = [key not in non_accuracy_columns and not key.startswith("deviation ") for key in columns]
+    other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")} | {
+        "own classes only"
+    }
+    is_accuracy = [key not in other_columns and not key.startswith("deviation ") for key in columns]
     return [format_cell(chance if applies else None, None, form) for applies in is_accuracy]
 
 

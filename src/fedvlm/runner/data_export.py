@@ -34,6 +34,8 @@ def export_data(run: str | Path, folder: Path, form: str, progress: Progress) ->
         raise unknown_name("format", form, ["parquet", "csv"])
     record = Record(Path(run))
     settings, rows = reopen_run(record, None, progress)
+    if record.manifest.get("multi_label"):
+        raise DataError(f"{run} is a run on several findings per image, which are not exported yet; use fedvlm compare")
     names = sample_names(settings, rows, progress)
     seeds = [prepare(with_tuned(settings, record.manifest, seed), rows, seed) for seed in settings.seeds]
     predictions: list[Columns] = []

@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from fedvlm.channel.settings import Channel
-from fedvlm.core import check_type, make, methods
+from fedvlm.core import check_type, make, methods, tunable_settings
 from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, renamed, unknown_name
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -204,6 +204,16 @@ def build_all(rows: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> list[S
         except SettingsError as error:
             at = describe_point(flatten(row), swept)
             raise SettingsError(f"at {at}: {error}" if at else str(error)) from error
+    return tune_where_possible(out)
+
+
+def tune_where_possible(runs: Sequence[Settings]) -> list[Settings]:
+    """Return the runs without settings to tune that a method lacks, if another of the runs has them."""
+    tunable = set[str]().union(*(tunable_settings(run.method) for run in runs))
+    out = []
+    for run in runs:
+        missing = {name for name in run.tune if name in tunable and name not in tunable_settings(run.method)}
+        out.append(replace(run, tune=tuple(name for name in run.tune if name not in missing)) if missing else run)
     return out
 
 

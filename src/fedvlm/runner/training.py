@@ -1,6 +1,6 @@
 """Run one training of a run: from its first state or a checkpoint to its outcome and calibration on disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from shutil import rmtree
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,12 @@ from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.core import HeadProvider, Tempered, Tensors
 from fedvlm.engines.client import Local, RemoteState, TrainingTerms, World, as_tensors, predict
 from fedvlm.engines.loop import Engine, Outcome, finish_training, ignore_sum, initial_state, open_engine, run_rounds
+from fedvlm.engines.sequential import one_thread
 from fedvlm.engines.state import Plan, State, pack_state, stores_on_disk, unpack_state, update_local
 from fedvlm.evaluate.metrics import Results
 from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.calibration import Calibration, calibrate, calibrate_findings
+from fedvlm.maths.novelty import Novelty, fit_novelty
 from fedvlm.record import CLUSTER_FOLDER, PLACES_KEY, Record
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
@@ -26,6 +29,7 @@ from fedvlm.runner.tune import initial_spend
 from fedvlm.storage.files import is_locked, read_json, read_tensors, slug, write_json, write_tensors
 from fedvlm.storage.large_tensors import ClientStateStore
 
+MAX_NOVELTY_CLIENTS = 100  # each takes up to 64 directions and its class means on disk
 CHECKPOINT_SECONDS = 5.0  # between checkpoints; a kill costs at most this much work
 
 
@@ -163,6 +167,17 @@ def fit_calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Cal
     return calibrate_findings(*parts) if world.frozen.multi_label else calibrate(*parts)
 
 
+def fit_client_novelty(world: World, id: str) -> Novelty | None:
+    """Fit one client's detector of strange images on its training samples, and its limit on held-out ones."""
+    member = world.members[id]
+    if len(world.x.shape) > 3:  # pixels
+        return None
+    y = world.y[torch.from_numpy(member.train)]
+    labels = y if y.ndim == 1 else torch.zeros(len(y), dtype=torch.int64)  # findings: one mean for all samples
+    held_out = np.concatenate([member.validation, member.calibration])
+    return fit_novelty(world.read(member.train), labels, world.read(held_out))
+
+
 def _calibration_path(record: Record, name: str) -> Path:
     return record.folder / "trainings" / f"{name}.calibration.json"
 
@@ -181,7 +196,38 @@ def save_calibrations(record: Record, name: str, training: str, world: World) ->
         for id, local in local_tensors.items()
         if id in world.members
     }
+    _save_novelty(record, name, world, list(calibrations))
     write_json(path, calibrations)
+
+
+def _save_novelty(record: Record, name: str, world: World, ids: Sequence[str]) -> None:
+    if len(ids) > MAX_NOVELTY_CLIENTS:
+        return
+    with one_thread():
+        fitted = {id: novelty for id in ids if (novelty := fit_client_novelty(world, id)) is not None}
+    if fitted:
+        tensors = {
+            f"{number}/{key}": value
+            for number, novelty in enumerate(fitted.values())
+            for key, value in novelty._asdict().items()
+        }
+        write_tensors(_novelty_path(record, name), tensors, {"clients": list(fitted)})
+
+
+def _novelty_path(record: Record, name: str) -> Path:
+    return record.folder / "trainings" / f"{name}.novelty"
+
+
+def read_novelty(record: Record, name: str, id: str) -> Novelty | None:
+    """Return a client's detector of strange images; None if the run has none."""
+    path = _novelty_path(record, name)
+    if not path.exists():
+        return None
+    tensors, about = read_tensors(path)
+    if id not in about["clients"]:
+        return None
+    number = about["clients"].index(id)
+    return Novelty(*(tensors[f"{number}/{key}"] for key in Novelty._fields))
 
 
 def read_calibration(record: Record, name: str, id: str) -> Calibration | None:

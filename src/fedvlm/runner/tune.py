@@ -2,10 +2,14 @@
 
 Every candidate trains for a quarter of the rounds; the best two train to the end, and the better one is chosen. With
 the run itself this takes at most four times the client updates of one run. Only the accuracy on validation samples is
-used, and only of clients that train. Each seed is tuned by itself: a validation sample of one seed may be a test
-sample of another.
+used, and only of clients that train in the run. If the protocol has unseen clients, a trial leaves a source out and is
+judged there. Each seed is tuned by itself: a validation sample of one seed may be a test sample of another.
+
+Few validation samples cannot tell candidates apart. Of candidates within a standard error of the best, the smallest and
+the largest train to the end; if these two are also within it, the geometric mean of their values is chosen.
 """
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +38,7 @@ from fedvlm.storage.files import decode_tensors, encode_tensors
 GRID_FACTORS = (1.0, 10.0, 0.1, 100.0)  # of a setting's value, nearest first: the first one wins a tie
 MAX_SEARCH_RUNS = 3  # cost of a search in client updates of a run; the run itself is one more
 N_FINALISTS = 2
+MAX_LEFT_OUT = 0.2  # of the sources: without one, or without so many
 
 
 @dataclass
@@ -46,6 +51,14 @@ class Trial:
     rounds: int = 0
     updates: int = 0  # client updates, over all trainings
     score: float = -1.0
+    samples: int = 0  # that the score is the accuracy of
+
+    @property
+    def standard_error(self) -> float:
+        """Return that of the score; an accuracy of 0 or 1 counts as one sample away from it."""
+        n_samples = max(self.samples, 1)
+        score = min(max(self.score, 1 / (n_samples + 1)), n_samples / (n_samples + 1))
+        return math.sqrt(score * (1 - score) / n_samples)
 
 
 class TrialStep(NamedTuple):
@@ -118,16 +131,50 @@ def halving_rungs(settings: Settings) -> Rungs:
     method = settings.method
     trials, first = make_candidates(settings)
     yield [TrialStep(trial, first) for trial in trials]
-    finalists = sorted(trials, key=lambda trial: -trial.score)[:N_FINALISTS]  # a stable order
+    finalists = choose_finalists(trials)
     yield [TrialStep(trial, method.rounds) for trial in finalists]
-    best = max(finalists, key=lambda trial: trial.score)
-    names = ("values", "rounds", "updates", "score")
+    names = ("values", "rounds", "updates", "score", "samples")
     return {
         "asked": {name: asdict(method)[name] for name in settings.tune},
-        "chosen": best.values,
+        "chosen": choose_values(finalists),
         "trials": [{name: getattr(trial, name) for name in names} for trial in trials],
         "spent": _privacy_spend(trials),
     }
+
+
+def choose_finalists(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the best trials; if more are level with the best, the smallest and the largest values of these."""
+    ranked = sorted(trials, key=lambda trial: -trial.score)  # a stable order
+    level = [trial for trial in ranked if trial.score >= ranked[0].score - ranked[0].standard_error]
+    if len(level) <= N_FINALISTS:
+        return ranked[:N_FINALISTS]
+    level.sort(key=lambda trial: math.prod(trial.values.values()))
+    return [level[0], level[-1]]
+
+
+def choose_values(finalists: Sequence[Trial]) -> dict[str, float]:
+    """Return the values of the best finalist, or the geometric mean if samples cannot tell them apart."""
+    best, *others = sorted(finalists, key=lambda trial: -trial.score)
+    if not others or others[0].score < best.score - best.standard_error:
+        return best.values
+    return {name: math.sqrt(value * others[0].values[name]) for name, value in best.values.items()}
+
+
+def leave_source_out(training: Training, domains: Mapping[str, str], number: int) -> Training:
+    """Return the training of a trial, without a source that it is judged on; `number` says which.
+
+    A source is a domain, or a client where all are of one. If the protocol has no unseen clients, or only one source
+    trains, nothing is left out.
+    """
+    sources = {id: domains[id] for id in training.train}
+    if len(set(sources.values())) < 2:
+        sources = {id: id for id in training.train}
+    names = sorted(set(sources.values()))
+    if not any(id in domains for id in training.unseen) or len(names) < 2:
+        return replace(training, unseen=())
+    left_out = {names[(number + i) % len(names)] for i in range(max(1, int(MAX_LEFT_OUT * len(names))))}
+    train = tuple(id for id in training.train if sources[id] not in left_out)
+    return replace(training, train=train, unseen=tuple(id for id in training.train if id not in train))
 
 
 def tune_seeds(seeds: Sequence[Prepared], record: Record, report: Progress) -> dict[int, dict[str, Any]]:
@@ -172,14 +219,15 @@ def _job(
         if is_exclusive:
             return None
         # The job may run in another process, which sends its trial back.
-        return trial.score, trial.updates, {k: encode_tensors(*pack_state(state)) for k, state in trial.states.items()}
+        score = trial.score, trial.samples, trial.updates
+        return score, {k: encode_tensors(*pack_state(state)) for k, state in trial.states.items()}
 
     def on_done(outcome: Any) -> None:
         if isinstance(outcome, Exception):
             failed.append(outcome)
             return
         if outcome is not None:
-            step.trial.score, step.trial.updates, states = outcome
+            (step.trial.score, step.trial.samples, step.trial.updates), states = outcome
             step.trial.states = {name: unpack_state(*decode_tensors(state)) for name, state in states.items()}
         step.trial.rounds = step.until
         report_rounds(sum(trial.rounds for trial in trials))
@@ -201,25 +249,31 @@ def _job(
 def advance_trial(prepared: Prepared, trial: Trial, until: int) -> None:
     """Train a candidate up to a round in every training, and measure it on validation samples."""
     prepared = replace(prepared, settings=replace(prepared.settings, method=trial.method))
-    accuracies = [_train(prepared, training, trial, until) for training in prepared.trainings]
-    trial.rounds, trial.score = until, fmean(accuracies)
+    trainings = list(prepared.trainings)
+    if prepared.generalises:
+        domains = prepared.partition.domains
+        trainings = [leave_source_out(training, domains, prepared.seed + i) for i, training in enumerate(trainings)]
+    scored = [_train(prepared, training, trial, until) for training in trainings]
+    trial.rounds = until
+    trial.score, trial.samples = fmean(accuracy for accuracy, _ in scored), sum(samples for _, samples in scored)
 
 
-def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> float:
+def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> tuple[float, int]:
+    """Return the accuracy on the validation samples that judge, and their number."""
     settings, world = prepared.settings, prepared.world(training)
     # Without validation samples an engine measures training samples, which would favour any large lr.
-    validation_clients = [id for id in training.train if len(world.members[id].validation)]
-    if not validation_clients:
+    judges = {id: n for id in training.unseen or training.train if (n := len(world.members[id].validation))}
+    if not judges:
         raise SettingsError(
             f"tune = {list(settings.tune)}: no client of training {training.name} has validation samples; give "
             "them a part in clients.ratios, or leave tune out"
         )
     state, initial_local = initial_state(world)
     trial.states.setdefault(training.name, state)
-    plan = Plan(training.train, (), settings.fraction)
+    plan = Plan(training.train, training.unseen, settings.fraction)
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
         scores = continue_trial(trial, training.name, TrialTraining(world, engine, plan, initial_local), until)
-    return mean_accuracy(scores, validation_clients, "validation") or 0.0
+    return mean_accuracy(scores, judges, "validation") or 0.0, sum(judges.values())
 
 
 def continue_trial(

@@ -4,25 +4,22 @@ A site calls the server and opens no port. Nothing that comes with a run is unpa
 and arrays, and the installed fedvlm answers it.
 """
 
-import socket
-import ssl
 from base64 import b64encode
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
-from http.client import HTTPSConnection
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
+from fedvlm.deploy.flower.network import Unreachable, check_server, clock_skew, describe_skew, make_http_client
 from fedvlm.deploy.identity.keys import Signer
 from fedvlm.engines.flower import import_flower
 from fedvlm.engines.flower.messages import Message, from_records, read_context_state, to_records
-from fedvlm.errors import FederationError, SettingsError
+from fedvlm.errors import FederationError
 from fedvlm.storage.files import write_file
 
-CALL_TIMEOUT_SECONDS = 30.0
 HEARTBEAT_SECONDS = 10.0  # between heartbeats
 HEARTBEAT_INTERVAL_SECONDS = 30.0  # that a server is told: after two of them without one, the site is offline
 MAX_RETRY_SECONDS = 3.0  # at most until a server that is away is called again
@@ -38,6 +35,10 @@ Answer = Callable[[Message, Message], tuple[Message, Message]]  # request and st
 class NotAdmitted(FederationError):
     """The server does not know this site's key, or does not accept its signature."""
 
+    def __init__(self, text: str, clock: str = "") -> None:
+        super().__init__(text)
+        self.clock = clock  # what is wrong with the clock, which signatures depend on
+
 
 class CallRefused(FederationError):
     """The server refuses a call for good, such as one of a run that has ended."""
@@ -47,67 +48,6 @@ class Stopped(Exception):
     """Somebody stops the site while it waits for the server."""
 
 
-def tls_context(ca: Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=str(ca))
-    except OSError as error:  # also where it is no certificate
-        raise SettingsError(
-            f"{ca} is missing or not a certificate ({error}); restore the folder as fedvlm wrote it"
-        ) from error
-
-
-def make_http_client(ca: Path) -> Any:
-    """Create the client of all HTTP calls to a server: the one place for its certificates, timeouts and proxies."""
-    import httpx
-
-    return httpx.Client(verify=tls_context(ca), timeout=CALL_TIMEOUT_SECONDS, trust_env=False)
-
-
-class Unreachable(FederationError):
-    """The server does not answer yet."""
-
-
-def server_date(address: str, ca: Path) -> str:
-    """Return the time of the server's clock, as HTTP formats it."""
-    host, _, port = address.rpartition(":")
-    context = tls_context(ca)
-    call = HTTPSConnection(host, int(port), context=context, timeout=5)
-    with closing(call):
-        call.request("GET", "/")
-        return str(call.getresponse().headers["date"])
-
-
-def check_server(address: str, ca: Path) -> None:
-    """Return if our server is there; raise different errors if another one is, or none."""
-    host, _, port = address.rpartition(":")
-    context = tls_context(ca)
-    try:
-        with socket.create_connection((host, int(port)), 5) as plain, context.wrap_socket(plain, server_hostname=host):
-            return
-    except ssl.SSLCertVerificationError as error:
-        verify_error = error.verify_message
-        remedy = (
-            "it was made for another federation: ca.crt of this folder and the server's must be of the same `fedvlm "
-            "deploy init`"
-        )
-        if "expired" in verify_error or "not yet valid" in verify_error:
-            remedy = "check the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
-        elif "match" in verify_error:
-            remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
-        raise FederationError(
-            f"the certificate of the server at {address} is refused ({verify_error}); {remedy}"
-        ) from error
-    except ssl.SSLEOFError as error:  # as a proxy does whose server is down
-        raise Unreachable(f"{address} closes the connection before it is established") from error
-    except ssl.SSLError as error:
-        raise FederationError(
-            f"{address} does not answer with TLS ({error.reason}); is another program listening there? plain HTTP is "
-            "refused"
-        ) from error
-    except OSError as error:
-        raise Unreachable(f"no server answers at {address} ({error})") from error
-
-
 class FleetClient:
     """Call the fleet routes of a server as the holder of a site's key."""
 
@@ -115,10 +55,10 @@ class FleetClient:
         import_flower()
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-        self.address, self.stop, self.node_file = address, stop, folder / ".node"
+        self.address, self.stop, self.node_file, self.ca = address, stop, folder / ".node", folder / "ca.crt"
         self.key: Any = Signer(folder / "key").key
         self.public_key: bytes = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        self.http = make_http_client(folder / "ca.crt")
+        self.http = make_http_client(address, folder / "ca.crt")
         self.node: dict[str, int] = {}  # the number of this connection
         self.beating = Thread(target=self._send_heartbeats, daemon=True)
 
@@ -135,14 +75,19 @@ class FleetClient:
                 )
             except httpx.TransportError as error:
                 problem = str(error)
-                if "certificate verify failed" in problem:
+                is_refused = "certificate verify failed" in problem
+                if is_refused or isinstance(error, httpx.ProxyError):
+                    with suppress(Unreachable):
+                        check_server(self.address, self.ca)  # it says what is wrong, and which proxy it is
+                if is_refused:
                     raise FederationError(f"the certificate of the server is refused: {problem}") from error
             else:
                 if response.status_code == httpx.codes.OK:
                     return bytes(response.content)
                 problem = f"HTTP status {response.status_code}"
                 if response.status_code == UNAUTHORIZED:
-                    raise NotAdmitted(f"{route}: {problem}")
+                    skew = clock_skew(response.headers.get("date"))
+                    raise NotAdmitted(f"{route}: {problem}", describe_skew(skew))
                 if response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
                     raise CallRefused(f"{route}: {problem} {response.text[:300]}")
             if tries < 1:

@@ -7,14 +7,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from http.client import HTTPSConnection
 from pathlib import Path
 from time import monotonic, sleep
 
 from fedvlm.deploy.flower.access import FORBIDDEN
-from fedvlm.deploy.flower.fleet import Unreachable, check_server, tls_context
+from fedvlm.deploy.flower.network import Unreachable, check_server, open_connection, tls_context
 from fedvlm.deploy.flower.server import DATABASE_FILE, end_with_parent
-from fedvlm.deploy.kits import ServerKit
+from fedvlm.deploy.kits import ServerKit, listen_address, local_address
 from fedvlm.engines.flower import QUIET_ENVIRONMENT
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import open_for_append
@@ -88,11 +87,10 @@ class Process:
 
 def start_superlink(kit: ServerKit) -> Process:
     """Start the server's SuperLink and wait until it answers; sites can connect from then on."""
-    host, _, port = kit.address.rpartition(":")
-    local = host in ("127.0.0.1", "localhost")
+    host, port = listen_address(kit)
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.server", "superlink", str(kit.folder.resolve())),
-        *("127.0.0.1" if local else "0.0.0.0", port),
+        *(host, str(port)),
     ]
     env = flower_environment(kit.folder / "flwr")
     link = Process("superlink", command, kit.folder / "superlink.log", env)
@@ -106,9 +104,8 @@ def start_superlink(kit: ServerKit) -> Process:
 
 def is_server_up(kit: ServerKit) -> bool:
     """Return whether the server of this folder is up, on this machine."""
-    _, _, port = kit.address.rpartition(":")
     try:
-        check_server(f"localhost:{port}", kit.folder / "ca.crt")
+        check_server(local_address(kit), kit.folder / "ca.crt", is_local=True)
     except Unreachable:
         return False
     return True
@@ -142,10 +139,9 @@ def describe_exit(link: Process) -> str:
 
 def _check_access_denied(kit: ServerKit) -> None:
     """Check that an outsider is refused: another version of Flower might bypass the access control."""
-    port = int(kit.address.rpartition(":")[2])
     context = tls_context(kit.folder / "ca.crt")
-    call = HTTPSConnection("localhost", port, context=context, timeout=START_TIMEOUT_SECONDS)
-    with closing(call):
+    context.check_hostname = False  # this machine may have other names
+    with closing(open_connection(local_address(kit), context)) as call:
         call.request("POST", "/v1/control/list-runs")
         status = call.getresponse().status
     if status != FORBIDDEN:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
+from fedvlm.deploy.flower.network import split_address
 from fedvlm.deploy.identity.certificates import CERTIFICATE_FIELDS as FIELDS
 from fedvlm.deploy.identity.certificates import (
     CERTIFICATE_FILE,
@@ -275,7 +276,7 @@ def renew_server_certificate(kit: ServerKit) -> int:
     path = kit.folder / "ca.key"
     if not path.exists():
         raise SettingsError(f"there is no {path}, which an older fedvlm did not keep; make new kits")
-    papers = create_server_certificate(kit.address.rpartition(":")[0], path.read_bytes())
+    papers = create_server_certificate(split_address(kit.address)[0], path.read_bytes())
     for name, data in papers.items():
         write_file(kit.folder / name, data, 0o600)
     return server_days_left(kit.folder)

@@ -59,7 +59,7 @@ def create_server_certificate(
 
     root = load_private_key(ca_key, "ca.key")
     server_key = ec.generate_private_key(ec.SECP256R1())
-    loopback_names = {"localhost", "127.0.0.1"}  # Flower's own processes on the server reach it there
+    loopback_names = {"localhost", "127.0.0.1", "::1"}  # the server's own processes reach it there
     names = x509.SubjectAlternativeName([_alternative_name(name) for name in sorted({host, *loopback_names})])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
     paper = _certificate_builder(host, server_key.public_key(), start or _backdated_now(), days, authority=False)

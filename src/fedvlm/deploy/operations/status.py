@@ -6,13 +6,22 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import fedvlm
-from fedvlm.deploy.flower.fleet import Unreachable, check_server, server_date
+from fedvlm.deploy.flower.network import (
+    Unreachable,
+    check_server,
+    clock_skew,
+    describe_proxy,
+    describe_skew,
+    find_proxy,
+    join_address,
+    server_date,
+    split_address,
+)
 from fedvlm.deploy.identity.certificates import (
     CERTIFICATE_FILE,
     find_certificate,
@@ -21,7 +30,7 @@ from fedvlm.deploy.identity.certificates import (
     read_own_certificate,
 )
 from fedvlm.deploy.identity.enrolment import server_days_left
-from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
+from fedvlm.deploy.kits import ServerKit, SiteKit, listen_address, read_server, read_site
 from fedvlm.deploy.operations import events
 from fedvlm.deploy.site.consent import describe_consent
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
@@ -195,7 +204,6 @@ def list_runs(folder: Path) -> list[State]:
 
 MIN_FREE_BYTES = 1 << 30  # bytes that should be free
 EXPIRY_WARNING_DAYS = 30  # days of a certificate that are few
-MAX_CLOCK_SKEW_SECONDS = 60.0  # seconds that clocks may differ by
 
 
 @dataclass(frozen=True)
@@ -258,15 +266,26 @@ def _check_permissions(folder: Path) -> str:
 
 
 def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
-    host, _, port = kit.address.rpartition(":")
-    yield "name", lambda: _check_name(host)
-    yield "port", lambda: _check_port(kit, int(port))
+    yield "name", lambda: _check_name(kit.address)
+    yield "port", lambda: _check_port(kit)
     yield "certificate", lambda: _check_expiry(server_days_left(kit.folder), "fedvlm deploy renew")
     yield "sites", lambda: _check_sites(kit)
+    yield "proxy", lambda: _check_proxy(kit.address)
     yield "from outside", lambda: _check_reachable(kit.address, kit.folder)
 
 
-def _check_name(host: str) -> str:
+def _check_proxy(address: str) -> str:
+    """Check the settings of a proxy, and name the one that is used."""
+    proxy = find_proxy(address)
+    if not proxy:
+        return f"none is used for {address} (by HTTPS_PROXY and NO_PROXY)"
+    return f"{describe_proxy(proxy)} is used for {address} (by HTTPS_PROXY)"
+
+
+def _check_name(address: str) -> str:
+    host, _ = split_address(address)
+    if find_proxy(address):
+        return f"{host} is resolved by the proxy"
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError as error:
@@ -276,19 +295,21 @@ def _check_name(host: str) -> str:
     return f"{host} is {', '.join(addresses)}"
 
 
-def _check_port(kit: ServerKit, port: int) -> str:
+def _check_port(kit: ServerKit) -> str:
+    host, port = listen_address(kit)
+    place = join_address(host, port)
     if is_locked(kit.folder / ".lock"):
-        return f"{port} is served by this folder's server"
-    with socket.socket() as listener:
+        return f"{place} is served by this folder's server"
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", port))
+            listener.bind((host, port))
         except OSError as error:
             raise CheckFailed(
-                f"{port} is taken ({error.strerror}); stop the other program, or choose another port in server.toml "
-                "and in the kits"
+                f"the server cannot listen on {place} ({error.strerror}); stop the other program, or set another "
+                "`listen` in server.toml, with an address of this machine"
             ) from error
-    return f"{port} is free; the server is not running"
+    return f"{place} is free; the server is not running"
 
 
 def _check_expiry(days: int, remedy: str) -> str:
@@ -306,24 +327,28 @@ def _check_sites(kit: ServerKit) -> str:
 
 
 def _check_reachable(address: str, folder: Path) -> str:
-    """Check that the server answers by the name that sites use, with its certificate and a right clock."""
+    """Check that the server answers by the name that sites use, with its certificate."""
     try:
         check_server(address, folder / "ca.crt")
     except Unreachable as error:
         remedy = "start the server, and open the port in firewalls on the way"
         raise CheckFailed(f"{error}; {remedy}") from error
-    server_time = parsedate_to_datetime(server_date(address, folder / "ca.crt"))
-    skew = (datetime.now(UTC) - server_time).total_seconds()
-    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
-        raise CheckFailed(f"its clock and this machine's differ by {skew:.0f} s; set them by NTP")
-    return f"{address} answers with the right certificate; clocks differ by {abs(skew):.0f} s"
+    return f"{address} answers with the right certificate"
+
+
+def _check_clock(kit: SiteKit) -> str:
+    skew = clock_skew(server_date(kit.address, kit.folder / "ca.crt"))
+    if problem := describe_skew(skew):
+        raise CheckFailed(problem)
+    return f"it differs from the server's by {abs(skew):.0f} s"
 
 
 def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
-    host = kit.address.rpartition(":")[0]
-    yield "name", lambda: _check_name(host)
+    yield "name", lambda: _check_name(kit.address)
+    yield "proxy", lambda: _check_proxy(kit.address)
     yield "certificate", lambda: _check_expiry(_certificate_days(kit), f"fedvlm deploy renew {kit.folder}")
     yield "server", lambda: _check_reachable(kit.address, kit.folder)
+    yield "clock", lambda: _check_clock(kit)
     yield "encoder", lambda: _check_encoder(kit)
     yield "images", lambda: _check_images(kit)
     yield "policy", lambda: _check_policy(kit)

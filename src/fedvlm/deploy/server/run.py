@@ -105,19 +105,28 @@ class FederatedTuning:
         name = f"{place}-{until}"
         if name in self.scores_by_step:
             trial.score, trial.updates = self.scores_by_step[name], int(self.scores_by_step[f"{name} updates"])
+            trial.samples = int(self.scores_by_step[f"{name} samples"])
             for training in self.trainings:
                 trial.states[training.name] = self._state(place, training, trial)
         else:
-            accuracies = [self._train(place, trial, training, until) for training in self.trainings]
-            trial.score = fmean(accuracies)
-            self.scores_by_step |= {name: trial.score, f"{name} updates": trial.updates}
+            scored = [self._train(place, trial, training, until) for training in self.trainings]
+            trial.score, trial.samples = fmean(accuracy for accuracy, _ in scored), sum(count for _, count in scored)
+            counts = {f"{name} updates": trial.updates, f"{name} samples": trial.samples}
+            self.scores_by_step |= {name: trial.score, **counts}
             write_json(self.folder / "scores.json", self.scores_by_step)
         trial.rounds = until
 
-    def _train(self, place: int, trial: tune.Trial, training: Training, until: int) -> float:
+    def _train(self, place: int, trial: tune.Trial, training: Training, until: int) -> tuple[float, int]:
+        """Return the accuracy on the validation samples that judge, and their number."""
         engine = self.engines[place, training.name]
         terms, initial_local = self.run.make_terms(_trial_settings(self.settings, trial), engine, self.seed)
-        judges = [id for id in training.train if engine.counts[id]["validation"]]
+        if self.settings.channel.verified or not engine.sites[engine.base].first:  # a sum needs every site
+            training = replace(training, unseen=())
+        else:
+            number = self.seed + [entry.name for entry in self.trainings].index(training.name)
+            training = tune.leave_source_out(training, {name: name for name in self.run.kit.sites}, number)
+        counts = {id: engine.counts[id]["validation"] for id in training.unseen or training.train}
+        judges = {id: count for id, count in counts.items() if count}
         trial.states[training.name] = self._state(place, training, trial)
         path = self._checkpoint_path(place, training)
 
@@ -125,7 +134,7 @@ class FederatedTuning:
             flat, about = pack_state(state)
             write_tensors(path, flat, {**about, "updates": trial.updates})
 
-        plan = Plan(training.train, (), self.settings.fraction)
+        plan = Plan(training.train, training.unseen, self.settings.fraction)
         scores = tune.continue_trial(
             trial, training.name, tune.TrialTraining(terms, engine, plan, initial_local), until, keep
         )
@@ -135,7 +144,7 @@ class FederatedTuning:
                 f"tune = {list(self.settings.tune)}: no site reports its correct validation samples (`scores` of its "
                 "policy), so nothing can be chosen by them; leave tune out"
             )
-        return validation_accuracy
+        return validation_accuracy, sum(judges.values())
 
     def _state(self, place: int, training: Training, trial: tune.Trial) -> State:
         """Return the state of a trial: in memory, on disk after a stop, or its first."""

@@ -19,10 +19,9 @@ from fedvlm.deploy.flower.fleet import (
     FleetClient,
     NotAdmitted,
     Stopped,
-    Unreachable,
-    check_server,
     serve_requests,
 )
+from fedvlm.deploy.flower.network import Unreachable, check_server
 from fedvlm.deploy.identity.certificates import describe_validity, federation_id, read_own_certificate
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
@@ -62,7 +61,7 @@ from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import fit_calibration
+from fedvlm.runner.training import fit_calibration, fit_client_novelty
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
@@ -333,7 +332,14 @@ class Site:
             return
         calibrated = fit_calibration(world, sent, local, training.id)
         classifier = Personalised(
-            world.method, world.frozen, sent, local, training.id, site_training.encoder, calibrated
+            world.method,
+            world.frozen,
+            sent,
+            local,
+            training.id,
+            site_training.encoder,
+            calibrated,
+            novelty=fit_client_novelty(world, training.id),
         )
         measured = measure(world, sent, local, training.id)
         counts = measured["test_rows"], measured["test_hits"]
@@ -363,20 +369,21 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
     with exclusive_lock(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"):
         until = describe_validity(certificate.days_left, kit.folder)
         site.log_event("connecting", site=kit.name, address=kit.address, until=until)
-        if not _wait_for_server(kit, site.log_event, stop):
-            return
-        client = FleetClient(kit.address, kit.folder, stop)
+        client = None
         try:
-            client.connect()
-            serve_requests(client, site.answer, site.log_text)
-        except (NotAdmitted, CallRefused) as error:
+            if _wait_for_server(kit, site.log_event, stop):
+                client = FleetClient(kit.address, kit.folder, stop)
+                client.connect()
+                serve_requests(client, site.answer, site.log_text)
+        except FederationError as error:
             reason = describe_refusal(kit, error)
             site.log_text(reason)
             raise FederationError(reason) from error
         except Stopped:
             return
         finally:
-            client.disconnect()
+            if client is not None:
+                client.disconnect()
 
 
 def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
@@ -396,10 +403,14 @@ def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
 
 def describe_refusal(kit: SiteKit, error: Exception) -> str:
     """Explain why the server does not admit this site, with the remedy."""
+    if not isinstance(error, NotAdmitted | CallRefused):
+        return str(error)
     cause = (
         "its key is not known there, because it was revoked or renewed, has expired, or is of another federation: ask "
         "the server's people, who see it by `fedvlm deploy keys`"
     )
-    if isinstance(error, CallRefused):
+    if isinstance(error, NotAdmitted) and error.clock:
+        cause = error.clock
+    elif isinstance(error, CallRefused):
         cause = "a copy of the kit is connected, or was a minute ago: stop the copy, and start the site again"
     return f"site {kit.name} is not admitted at {kit.address}; {cause} ({error})"

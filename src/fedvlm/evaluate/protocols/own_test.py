@@ -14,6 +14,7 @@ from fedvlm.evaluate.protocols.contract import (
     uniform_weights,
 )
 
+OWN_CLASS_HITS = "own_class_hits"  # correct ones if a client may name only classes that it has training samples of
 EVERYONE = "everyone"  # the virtual client that has the test samples of all
 
 
@@ -33,6 +34,12 @@ class OwnTest:
         out: Table = {}
         for training, scores in done.values():
             out["own"] = mean_accuracy(scores, training.train)
+            if any(OWN_CLASS_HITS in score for score in scores.values()):
+                masked = {
+                    id: {**score, "test_hits": score.get(OWN_CLASS_HITS, score["test_hits"])}
+                    for id, score in scores.items()
+                }
+                out["own classes only"] = mean_accuracy(masked, training.train)
             if self.global_test:
                 out["global"] = mean_accuracy(scores, training.unseen) if generalises else None
             out |= domain_statistics(domains, training, scores)
