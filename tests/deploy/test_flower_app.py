@@ -229,6 +229,14 @@ def test_faults_of_nodes_are_named(experiment, tmp_path, monkeypatch):
         export_flower_app(experiment("fedavg"), tmp_path / "app")
 
 
+def test_files_of_an_experiment_are_found_from_another_folder(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    export_flower_app(replace(experiment("fedavg"), data="images", encoder="store:rows.npz"), tmp_path / "app")
+    values = tomllib.loads((tmp_path / "app" / "fedvlm_app" / "experiment.toml").read_text())
+    assert values["data"] == str(tmp_path / "images") and values["encoder"] == f"store:{tmp_path / 'rows.npz'}"
+
+
 def test_the_app_imports_public_names_of_flower_only(experiment, tmp_path):
     export_flower_app(experiment("fedavg"), tmp_path / "app")
     imported = set()

@@ -33,7 +33,7 @@ def test_a_server_has_its_run_sites_certificates_disk_and_refusals(place):
     )
     assert found["traffic_bytes_total"] == pytest.approx(moved, rel=0.05)  # the log has kB with one digit
     assert found['site_answers{site="art"}'] == 0 and found['site_answers{site="photo"}'] == 1
-    assert found['site_missed_rounds_total{site="art"}'] == 1
+    assert found['site_missed_rounds{site="art"}'] == 1
     assert abs(found['last_contact_timestamp_seconds{site="art"}'] - time()) < 120
     for name in ("server", "art"):
         assert 360 < found[f'certificate_remaining_seconds{{name="{name}"}}'] / 86400 < 367

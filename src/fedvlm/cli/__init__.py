@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 from fedvlm.cli.classifier import export, join, predict, score, serve
-from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
+from fedvlm.cli.data import cache_app, data_report, describe, embed, partition, serve_encoder
 from fedvlm.cli.deploy import export_app, ledger
 from fedvlm.cli.enrolment import deploy_app
 from fedvlm.cli.options import SectionedGroup, examples
@@ -83,6 +83,7 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
     },
     "Data and encoders": {
         partition: ("fedvlm partition images", "fedvlm partition images --set clients.partition=dirichlet --seed 1"),
+        data_report: ("fedvlm data-report images --min-count 16 --output data.html",),
         embed: ("fedvlm embed images --encoder hf:openai/clip-vit-base-patch16",),
         describe: ("fedvlm describe images --model models/llm --output classes.json",),
         serve_encoder: ("fedvlm serve-encoder demo --port 8765 --token-file token",),

@@ -121,6 +121,41 @@ def partition(
         typer.echo(f"image: {out}")
 
 
+def data_report(
+    data: Data,
+    encoder: Annotated[str, typer.Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
+    source: Source = None,
+    set_: Set = None,
+    min_count: Annotated[int, typer.Option(min=1, help="Suppress counts below this number.")] = 1,
+    out: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="HTML file of the report.")] = Path(
+        "data-report.html"
+    ),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Describe the data of all sites before training.
+
+    It counts samples, measures how far sites differ, and estimates whether federating helps each.
+    """
+    from dataclasses import asdict
+
+    from fedvlm.report.data_report import data_report as describe_data
+    from fedvlm.report.data_report import headline, write_report
+    from fedvlm.report.tables import render_table
+    from fedvlm.runner.settings import build, override
+
+    names = {"encoder": data} if data.startswith("store:") else {"data": data, "encoder": encoder}
+    values = {"method": "ridge", "protocol": "own-test", "source": parse_pairs("--source", source), **names}
+    with progress() as report:
+        described = describe_data(build(override(values, set_ or [])), min_count, report)
+    write_report(described, out)
+    if as_json:
+        typer.echo(json.dumps(asdict(described), indent=1, ensure_ascii=False))
+        return
+    typer.echo(render_table(["", ""], [list(fact) for fact in headline(described)], "text"), nl=False)
+    typer.echo(f"report: {out}")
+
+
 def serve_encoder(
     encoder: Annotated[str, typer.Argument(help="Encoder (see `fedvlm list encoders`).")],
     port: Port = 8765,

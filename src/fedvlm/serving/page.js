@@ -13,7 +13,7 @@ const draw = async (file, heatmap) => {
   const canvas = at("image");
   let picture;
   try { picture = await createImageBitmap(file); } catch { canvas.hidden = true; return; }
-  const scale = Math.min(1, 480 / Math.max(picture.width, picture.height)) || 1;
+  const scale = 320 / Math.max(picture.width, picture.height, 1);
   canvas.width = Math.max(1, picture.width * scale);
   canvas.height = Math.max(1, picture.height * scale);
   canvas.hidden = false;

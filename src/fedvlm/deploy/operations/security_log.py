@@ -45,15 +45,12 @@ class RefusalLog:
         self.logged: dict[tuple[str, str, str], float] = {}
 
     def __call__(self, source: str, target: str, reason: str) -> None:
-        key = source, target, reason
-        if key not in self.logged and len(self.logged) >= MAX_SOURCES:
-            key = "many", "many", reason
-        now = self.clock()
-        self.pending[key] = self.pending.get(key, 0) + 1
-        if now - self.logged.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
-            return
+        key, now = (source, target, reason), self.clock()
         if key not in self.logged and len(self.logged) >= MAX_SOURCES:
             self.logged = {old: when for old, when in self.logged.items() if now - when < REPEAT_SECONDS}
-        self.logged[key] = now
-        facts = {"source": key[0], "target": key[1], "reason": reason}
-        log_security(self.folder, "call", "refused", self.pending.pop(key), **facts)
+            key = key if len(self.logged) < MAX_SOURCES else ("many", "many", reason)
+        self.pending[key] = self.pending.get(key, 0) + 1
+        if now - self.logged.get(key, -REPEAT_SECONDS) >= REPEAT_SECONDS:
+            self.logged[key] = now
+            facts = {"source": key[0], "target": key[1], "reason": reason}
+            log_security(self.folder, "call", "refused", self.pending.pop(key), **facts)

@@ -5,6 +5,7 @@ A message holds no secret, no reason and nothing of the samples. Its failure nev
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from time import sleep
@@ -48,23 +49,16 @@ class Webhook:
         if kind not in ANNOUNCEMENTS or (kind == "missing" and site in self.late_sites):
             return
         self.late_sites |= {site} if kind == "missing" else set()
-        try:
-            address, sender = self._read_settings()
-        except (FedVLMError, OSError):  # it is being written, or is not valid: whoever reads it next says so
-            return
-        if address:
-            name, sentence = ANNOUNCEMENTS[kind]
-            facts = {"method": self.method, **{key: event[key] for key in FIELDS if key in event}}
-            text = " ".join(f"fedvlm, {sender}: {sentence.format_map({'round': '?', **facts})}".split())
-            message = {"event": name, "time": event["time"], "from": sender, **facts, "text": text}
-            Thread(target=send_message, args=(address, message)).start()  # the process ends after its last try
-
-    def _read_settings(self) -> tuple[str, str]:
-        for file, name in (("server.toml", "the server"), ("site.toml", "")):
-            if (self.folder / file).exists():
-                table = read_toml(self.folder / file)
-                return check_webhook(str(table.get("webhook", ""))), name or f"site {table.get('name', '')}"
-        return "", ""
+        file = next((path for path in (self.folder / "server.toml", self.folder / "site.toml") if path.exists()), None)
+        with suppress(FedVLMError, OSError):  # it is being written, or is not valid: whoever reads it next says so
+            settings = read_toml(file) if file else {}
+            if address := check_webhook(str(settings.get("webhook", ""))):
+                sender = f"site {settings['name']}" if "name" in settings else "the server"
+                name, sentence = ANNOUNCEMENTS[kind]
+                facts = {"method": self.method, **{key: event[key] for key in FIELDS if key in event}}
+                text = " ".join(f"fedvlm, {sender}: {sentence.format_map({'round': '?', **facts})}".split())
+                message = {"event": name, "time": event["time"], "from": sender, **facts, "text": text}
+                Thread(target=send_message, args=(address, message)).start()  # the process ends after its last try
 
 
 def send_message(address: str, message: Mapping[str, Any]) -> bool:
@@ -73,6 +67,7 @@ def send_message(address: str, message: Mapping[str, Any]) -> bool:
 
     problem = ""
     for number in range(TRIES):
+        sleep(RETRY_SECONDS * number)
         try:
             # A proxy would read a plain address, which may be a secret; TLS goes through it unread.
             is_encrypted = address.startswith("https:")
@@ -82,8 +77,6 @@ def send_message(address: str, message: Mapping[str, Any]) -> bool:
             problem = f"HTTP {answer.status_code}"
         except Exception as error:  # whatever a library raises: a message is never worth a run
             problem = type(error).__name__
-        if number < TRIES - 1:
-            sleep(RETRY_SECONDS * 2**number)
     host = urlsplit(address).hostname
     sys.stderr.write(f"the webhook at {host} did not take a message ({problem}), {TRIES} tries\n")
     return False
