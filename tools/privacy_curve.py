@@ -1,8 +1,8 @@
 """Measure accuracy over ε on PACS for noise at each site and inside the verified sum, and draw it.
 
-python -m tools.privacy_curve --store pacs_vitb16.npz [--seeds 5] [--samples 0,100] [--output docs/images/privacy.svg]
+python -m tools.privacy_curve --store pacs_vitb16.npz --rows rows.jsonl [--seeds 5] [--samples 0,100] [--output x.svg]
 Seven classes without text, four sites (the domains), own-test protocol, δ = 1e-5. Accuracy is the mean over sites of
-each site's test accuracy. `--samples 100` draws so many training samples at each site; 0 takes all.
+each site's test accuracy. `--samples 100` draws so many training samples at each site; 0 takes all. Rows that the file has are not run again.
 """
 
 import argparse
@@ -80,13 +80,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--samples", default="0,100")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
+    parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    rows: list[dict[str, float | str]] = []
+    epsilons = [float(epsilon) for epsilon in options.epsilons.split(",")]
+    rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
+    done = {tuple(row[key] for key in ("method", "mode", "samples", "epsilon")) for row in rows}
     for n_samples in map(int, options.samples.split(",")):
         for method in options.methods.split(","):
-            for epsilon in EPSILONS if method in NOISY else EPSILONS[:1]:
+            for epsilon in [epsilon for epsilon in epsilons if method in NOISY or not epsilon]:
                 for mode, channel in MODES.items() if epsilon else (("site", {}),):
+                    if (method, mode, n_samples, epsilon) in done:
+                        continue
                     values = [
                         accuracy(options.store, method, {**channel, "epsilon": epsilon}, n_samples, FIRST_SEED + seed)
                         for seed in range(options.seeds)
@@ -94,7 +100,8 @@ def main() -> None:
                     spread = stdev(values) if len(values) > 1 else 0.0
                     row = {"method": method, "mode": mode, "samples": n_samples, "epsilon": epsilon}
                     rows.append({**row, "mean": mean(values), "std": spread})
-                    print(json.dumps(rows[-1]), flush=True)
+                    with options.rows.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
     if options.output:
         draw(rows, options.output)
 
