@@ -2,7 +2,8 @@
 
 python -m tools.privacy_curve --store pacs_vitb16.npz --rows FILE [--seeds 5] [--samples 0,100] [--output SVG]
 Seven classes without text, four sites (the domains), own-test protocol, δ = 1e-5. Accuracy is the mean over sites of
-each site's test accuracy. `--samples 100` draws so many training samples at each site; 0 takes all. Rows that the file has are not run again.
+each site's test accuracy. `--samples 100` draws so many training samples at each site; 0 takes all.
+Rows that the file has are not run again.
 """
 
 import argparse
