@@ -57,7 +57,7 @@ FORMER: Mapping[str, tuple[str, ...]] = {
     "rate": ("lr",),
     "rows": ("max_samples",),
     "runs": ("prompts_per_client",),
-    "secure": ("verified",),
+    "secure": ("verified", "plain"),
     "server_rate": ("server_lr",),
     "shared_judge": ("shared_discriminator",),
     "shares": ("ratios",),

@@ -18,7 +18,7 @@ from fedvlm.deploy.server.launch import prepare_rehearsal, run_over_sites, runni
 from fedvlm.deploy.server.run import DeployedRun, check_deployable
 from fedvlm.deploy.site.consent import accept_request, waiting_requests
 from fedvlm.deploy.site.people import Person
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.policy import example_policy
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError
@@ -52,7 +52,7 @@ class Place:
 
     def __init__(self, folder, rows):
         self.folder, self.rows = folder, rows
-        create_kits(folder / "kits", NAMES, "127.0.0.1", 8443, deadline=60.0, wait=0.0)
+        create_kits(folder / "kits", NAMES, "127.0.0.1", 8443, deadline=60.0, wait=0.0, plain=True)
         self.kit = read_server(folder / "kits" / "server")
         for name in NAMES:
             self.set_data(name, store(folder / f"{name}.npz", rows, rows.domains == name))
@@ -88,7 +88,7 @@ class Place:
         self.desks[name] = Site(read_site(self.site(name)))
 
     def asks_for_consent(self, name, approvers=1):
-        text = DEFAULT_POLICY_TEXT.replace("consent = false", "consent = true")
+        text = example_policy(plain=True).replace("consent = false", "consent = true")
         text = text.replace("approvers = 1", f"approvers = {approvers}")
         (self.site(name) / "policy.toml").write_text(text)
 

@@ -19,7 +19,7 @@ from fedvlm.deploy.site.ledger import (
     describe_spending,
     upload_cost,
 )
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, Policy, read_policy
+from fedvlm.deploy.site.policy import Policy, example_policy, read_policy
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import Message, from_records
@@ -47,7 +47,7 @@ def recorded(place):
 
 def rule(place, name="art", **rules):
     """A policy with other rules, and the site started anew."""
-    lines = [line for line in DEFAULT_POLICY_TEXT.splitlines() if line.split(" = ")[0] not in rules]
+    lines = [line for line in example_policy(plain=True).splitlines() if line.split(" = ")[0] not in rules]
     lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
     (place.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
     place.desks[name] = Site(read_site(place.site(name)))

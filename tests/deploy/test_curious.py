@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.policy import example_policy
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import from_records
@@ -82,7 +82,7 @@ def lists(value):
 def test_the_same_look_finds_every_row_where_a_site_allows_everything(curious):
     """So that the test above is one that can fail."""
     open = {"min_class_samples": 1, "min_samples": 1, "server_divides": "true"}
-    text = DEFAULT_POLICY_TEXT
+    text = example_policy(plain=True)
     lines = [line for line in text.splitlines() if line.split(" = ")[0] not in open]
     lines += [f"{key} = {value}" for key, value in open.items()]
     for name in curious.desks:

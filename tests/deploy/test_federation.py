@@ -27,7 +27,9 @@ from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.operations.live_page import create_app
 from fedvlm.deploy.server.launch import run_over_sites, start_site
 from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.peers import read_peers
 from fedvlm.deploy.site.policy import example_policy
+from fedvlm.deploy.transcript import find_transcripts, verify_transcript
 from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors
@@ -94,6 +96,25 @@ def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
     deployed_tuning, theirs = deployed.manifest["tuned"], alone.manifest["tuned"]
     assert deployed_tuning["chosen"] == theirs["chosen"] and deployed_tuning["trials"] == theirs["trials"]
     assert deployed.tables[0] == pytest.approx(alone.tables[0])
+
+
+def test_a_verified_sum_between_processes_survives_the_kill_of_a_site(federation, start_run, tmp_path):
+    """The round waits for the killed site, and the sum is the plain mean of what nobody saw."""
+    federation.rules(deadline=20.0)
+    method = {"name": "fedavg", "rounds": 3, "lr": 1e-3}
+    settings = federation.settings(method, channel={"clip": 0.5, "verified": True})
+    run_thread = start_run(federation, settings, tmp_path / "hidden")
+    run_thread.wait_for(lambda lines: len(lines) >= 1)
+    federation.restart("photo")
+    run_thread.join(240)
+    assert run_thread.error is None and run_thread.result is not None, run_thread.error
+    plain = federation.settings(method, channel={"clip": 0.5}, engine="single")
+    assert tensors.max_relative_difference(shared(run_thread.result), shared(execute(plain, tmp_path / "plain"))) < 1e-6
+    assert "cosine" not in run_thread.result.rounds[0]  # what only someone who has the uploads could tell
+    [transcript] = find_transcripts(run_thread.result.folder)
+    assert "12 masked uploads are signed" in "\n".join(
+        verify_transcript(transcript, read_peers(federation.site("art")))
+    )
 
 
 def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(federation, start_run, chrome, tmp_path):
@@ -179,9 +200,9 @@ def test_each_round_lacks_another_third_of_the_sites(federation, start_run, tmp_
     with frozen(federation.sites["sketch"]):
         run_thread.wait_for(lambda lines: len(lines) == 3)
     policy = federation.site("art") / "policy.toml"
-    policy.write_text(example_policy(("fedavg",)))
+    policy.write_text(example_policy(("fedavg",), plain=True))
     run_thread.wait_for(lambda lines: len(lines) == 4)
-    policy.write_text(example_policy())
+    policy.write_text(example_policy(plain=True))
     run_thread.join(300)
     federation.rules(deadline=240.0)
     assert run_thread.error is None and run_thread.result is not None

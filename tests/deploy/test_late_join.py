@@ -74,7 +74,7 @@ def test_no_run_begins_when_a_site_joins_late(place):
 
 def test_the_policy_of_a_late_site_is_in_force(place):
     grid = ran(place)
-    (place.site("sketch") / "policy.toml").write_text(example_policy(("fedavg",)))
+    (place.site("sketch") / "policy.toml").write_text(example_policy(("fedavg",), plain=True))
     with pytest.raises(FederationError, match="the method is not allowed here"):
         join_site(place, grid)
     assert not (place.site("sketch") / "classifiers").exists()

@@ -209,7 +209,7 @@ def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
 def test_statistics_that_cannot_be_stop_nobody(place, method, value):
     """They may be believed (bounds on poisoning are another matter), but what is kept is finite."""
     for name in place.desks:
-        (place.site(name) / "policy.toml").write_text(example_policy(("*",)))
+        (place.site(name) / "policy.toml").write_text(example_policy(("*",), plain=True))
     settings = place.settings(method)
     liar = Liar(place.desks["sketch"], "round", filled(value))
     result = place.run(settings, f"{method['name']}-{value:g}", local_grid({**place.desks, "sketch": liar}))

@@ -15,7 +15,7 @@ from fedvlm.deploy.identity.certificates import record_contact
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.operations.events import EventLog, read_events
 from fedvlm.deploy.operations.live_page import create_app, render_live_page
-from fedvlm.deploy.operations.live_view import live_view
+from fedvlm.deploy.operations.live_view import live_view, training_card
 from fedvlm.deploy.site import ledger as ledger_module
 from fedvlm.deploy.site import people
 from fedvlm.deploy.site.consent import waiting_requests
@@ -23,6 +23,7 @@ from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.people import add_person
 from fedvlm.deploy.site.service import Site
 from fedvlm.errors import FederationError
+from fedvlm.storage.files import exclusive_lock
 
 HOST = "127.0.0.1:9"
 TOKEN = "a token"
@@ -111,6 +112,17 @@ def test_the_time_left_is_that_of_the_last_rounds(place):
     assert run["time left"] == "about 5 min" and run["moved"] == "6 kB"
 
 
+def test_a_row_of_rounds_is_short_in_the_timeline(place):
+    log_event = EventLog(place.kit.folder)
+    log_event("begun", method="fedot", training="all", rounds=20, sites=["art"])
+    for number in range(1, 11):
+        log_event("round", round=number, rounds=20, answered=1, asked=1, there=["art"], kB=2.0, seconds=3.0)
+    log_event("missing", round=11, site="art", why="late")
+    entries = [entry["text"] for entry in live_view(place.kit.folder)["timeline"]]
+    assert "art is missing" in entries[0] and entries[1].startswith("round 10 of 20")
+    assert entries[6] == "5 earlier lines of rounds since then" and len(entries) == 8
+
+
 def test_trends_are_of_the_present_run(place):
     assert live_view(place.kit.folder)["trends"] == []
     place.run()
@@ -136,6 +148,23 @@ def test_a_site_sees_its_own_cards_and_downloads_its_classifier(place):
     [saved] = (place.folder / "downloaded").iterdir()
     assert Personalised.from_pretrained(saved).client == "art"
     assert "correct with the federation" in live_view(folder)["headline"]
+
+
+def test_a_site_knows_its_connection_and_the_time_left(place):
+    folder = place.site("art")
+    with exclusive_lock(folder / ".lock", ""):  # as the site's process has it
+        for kind, state in (
+            ("connecting", "connecting"),
+            ("unreachable", "the server cannot be reached"),
+            ("reached", "connected"),
+        ):
+            EventLog(folder)(kind, site="art", address="x", why="y", until="z")
+            assert cards(folder)["Site"]["state"] == state
+    assert cards(folder)["Site"]["state"] == "not running"
+    opened = {"kind": "opened", "method": "fedot", "rounds": 10, "samples": 5, "classes": 2}
+    rounds = [{"kind": "sent", "round": n, "time": f"2026-01-01T00:00:{10 * n:02}+00:00"} for n in (1, 2, 3)]
+    assert ("time left", "about 70 s") in training_card(opened, rounds).facts
+    assert training_card(opened, []).facts[0] == ("round", "0 of 10")
 
 
 @pytest.mark.parametrize("name", ["%2e%2e", "..%2fkey", "nothing", "key"])

@@ -28,7 +28,7 @@ def described(place, small_images):
             path.write_text(json.dumps({name: TEXTS[name]}))
             kit = replace(kit, texts=str(path))
         write_site(kit)
-        text = example_policy((ALL_METHODS,)).replace("min_class_samples = 16", "min_class_samples = 1")
+        text = example_policy((ALL_METHODS,), plain=True).replace("min_class_samples = 16", "min_class_samples = 1")
         (place.site(name) / "policy.toml").write_text(text)
         place.desks[name] = Site(read_site(place.site(name)))
     return place

@@ -23,7 +23,8 @@ from fedvlm.deploy.site.policy import (
 from fedvlm.errors import FedVLMError, SettingsError
 
 LABELS = np.array([0] * 20 + [1] * 16 + [3] * 2)
-OPEN = 'methods = ["*"]\n'
+OPEN = 'methods = ["*"]\nplain = true\n'
+VERIFIED = 'methods = ["*"]\n'  # as by default
 FEDOT = make("fedot")
 
 
@@ -38,7 +39,10 @@ def test_what_init_writes_is_the_default_with_its_methods(tmp_path):
     written = {line.split(" = ")[0] for line in DEFAULT_POLICY_TEXT.splitlines()[1:]}
     assert written == set(asdict(Policy())) == set(RULE_TEXTS)
     for name in ("auto", "fedot", "faa-clip", "fedotp", "tofa"):
-        site_policy.admit(make(name), Channel(), LABELS)
+        site_policy.admit(make(name), Channel(verified=True), LABELS)
+        with pytest.raises(RequestRefused, match="in a verified sum only"):
+            site_policy.admit(make(name), Channel(), LABELS)
+        replace(site_policy, noise_multiplier=1.0).admit(make(name), Channel(clip=1.0, noise_multiplier=1.0), LABELS)
 
 
 def test_nothing_is_allowed_that_is_not_named(tmp_path):
@@ -60,7 +64,7 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
             "noise",
             "channel.noise_multiplier must be at least 3, got 2",
         ),
-        (f"{OPEN}plain = false", "plain", "in a verified sum only"),
+        (VERIFIED, "plain", "in a verified sum only"),
     ],
 )
 def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, message):
@@ -72,7 +76,7 @@ def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, m
 
 
 def test_a_round_within_the_policy_is_admitted(tmp_path):
-    site_policy = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nplain = false")
+    site_policy = policy(tmp_path, f"{VERIFIED}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9")
     for channel in (
         Channel(clip=1.0, noise_multiplier=2.0),
         Channel(clip=0.1, noise_multiplier=9.0),

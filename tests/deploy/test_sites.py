@@ -13,7 +13,7 @@ from fedvlm.deploy.server import launch
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening
 from fedvlm.deploy.server.run import check_deployable
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.policy import example_policy
 from fedvlm.deploy.site.service import Site, UnsignedMessageError
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import Message, from_records, seal
@@ -221,7 +221,7 @@ def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
 
 
 def test_a_large_upload_is_kept_back(place):
-    text = DEFAULT_POLICY_TEXT.replace("max_upload_bytes = 50000000", "max_upload_bytes = 10")
+    text = example_policy(plain=True).replace("max_upload_bytes = 50000000", "max_upload_bytes = 10")
     (place.site("art") / "policy.toml").write_text(text)
     place.rules(quorum=1.0)
     with pytest.raises(FederationError, match="but this site sends at most 10"):

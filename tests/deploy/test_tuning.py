@@ -6,7 +6,7 @@ import pytest
 
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.policy import example_policy
 from fedvlm.deploy.site.service import Site
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError
@@ -20,7 +20,7 @@ NOISE = {"clip": 0.1, "noise_multiplier": 5.0}
 
 def rule(place, name="art", **rules):
     """A policy with other rules, and the site started anew."""
-    lines = [line for line in DEFAULT_POLICY_TEXT.splitlines() if line.split(" = ")[0] not in rules]
+    lines = [line for line in example_policy(plain=True).splitlines() if line.split(" = ")[0] not in rules]
     lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
     (place.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
     place.desks[name] = Site(read_site(place.site(name)))

@@ -1,12 +1,22 @@
 """Verified sums over sites: the same numbers as plain runs, and every deviation ends before anything leaves."""
 
-import pytest
+import re
+import shutil
+from dataclasses import replace
 
+import pytest
+from typer.testing import CliRunner
+
+from fedvlm.cli import app
+from fedvlm.deploy.identity.certificates import read_own_certificate
+from fedvlm.deploy.server.run import choose_mode
+from fedvlm.deploy.site.peers import read_peers
 from fedvlm.deploy.statements import state_digest
-from fedvlm.deploy.transcript import find_transcripts, verify_transcript
+from fedvlm.deploy.transcript import Transcript, find_transcripts, verify_transcript
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import from_records
-from fedvlm.storage.files import read_tensors
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.tensors import max_relative_difference
 
 METHODS = {
@@ -90,3 +100,78 @@ def test_only_masked_uploads_counts_and_signatures_leave_a_site(place):
             assert set(reply.header["samples"].values()) == {0}
         if reply.header["kind"] in ("plan", "counts", "sum"):
             assert reply.header.get("scores") is None
+
+
+def test_a_run_asks_for_verified_sums_unless_somebody_decided_otherwise(place):
+    kit = replace(place.kit, plain=False)
+    chosen = choose_mode(kit, place.settings({"name": "auto"}))
+    assert chosen.channel.verified and chosen.method.name == "auto"
+    noisy = place.settings(METHODS["fedavg"], channel={"clip": 1.0, "noise_multiplier": 1.0})
+    assert choose_mode(kit, noisy) == noisy
+    assert choose_mode(place.kit, place.settings(METHODS["fedavg"])) == place.settings(METHODS["fedavg"])
+    for method, sites, reason in (
+        ("fens", 3, "aggregates single uploads"),
+        ("fedavg", 3, "set channel.clip"),
+        ("auto", 2, "at least 3 sites, got 2"),
+    ):
+        with pytest.raises(SettingsError, match=f"{reason}(.|\n)*can recover most .*plain = true"):
+            choose_mode(replace(kit, sites=kit.sites[:sites]), place.settings({"name": method}))
+
+
+def test_a_plain_run_says_what_the_server_could_learn(place):
+    plain = place.run(place.settings(METHODS["fedavg"]))
+    assert any("can recover most of a site's training embeddings" in note for note in plain.manifest["notes"])
+
+
+def test_a_tampered_transcript_is_found(place, tmp_path):
+    result = place.run(place.settings(METHODS["fedavg"], channel=channel_of("fedavg")))
+    [transcript] = find_transcripts(result.folder)
+    lines = verify_transcript(transcript, read_peers(place.site("art")))
+    assert sum("(not compared)" in line for line in lines) == 1  # art itself is not its own peer
+    for number, (file, tamper) in enumerate(
+        {
+            "plan.json": lambda data: data.replace(b'"seed":0', b'"seed":1'),
+            "agreements.json": lambda data: data.replace(b'"data": "', b'"data": "0'),
+            "sum-0.safetensors": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+            "end.safetensors": None,
+            "sum-1.safetensors": None,
+        }.items()
+    ):
+        folder = tmp_path / f"copy-{number}"
+        shutil.copytree(transcript.folder, folder)
+        path = folder / file
+        if tamper is not None:
+            path.write_bytes(tamper(path.read_bytes()))
+        elif file == "end.safetensors":  # a whole file of its own checksum, with another state
+            state, header = read_tensors(path)
+            write_tensors(path, {key: value + 1e-3 for key, value in state.items()}, header)
+        else:  # an upload of the round before, in place of this one
+            flat, header = read_tensors(path)
+            first, _ = read_tensors(folder / "sum-0.safetensors")
+            write_tensors(path, {**flat, "upload/photo": first["upload/photo"]}, header)
+        with pytest.raises(DataError, match=re.escape(str(folder))):
+            verify_transcript(Transcript(folder), {})
+    stranger = {"photo": replace(read_peers(place.site("art"))["photo"], fingerprint="0000 " * 5 + "0000")}
+    with pytest.raises(DataError, match="the key of photo is not the one that init compared"):
+        verify_transcript(transcript, stranger)
+
+
+def test_peers_are_added_compared_renewed_and_removed(place):
+    folder, runner = place.site("art"), CliRunner()
+
+    def call(*words):
+        done = runner.invoke(app, ["deploy", "peers", str(folder), *words])
+        return done.exit_code, " ".join((done.output + str(done.exception or "")).split())
+
+    photo = read_own_certificate(place.site("photo")).fingerprint
+    assert photo in call()[1] and "read it out to the others" in call()[1]
+    assert call("--fingerprint", photo.upper()) == (0, "this is the fingerprint of photo")
+    assert call("--fingerprint", "0" * 24)[0] == 1
+    assert "photo is no longer a peer" in call("--remove", "photo")[1]
+    assert photo not in call()[1]
+    assert "nobody is named" in call("--add", "photo", "--fingerprint", photo)[1]
+    assert "24 hexadecimal digits" in call("--add", "photo", "--fingerprint", "abc", "--by", "A. Person")[1]
+    assert "compared by A. Person" in call("--add", "photo", "--fingerprint", photo, "--by", "A. Person")[1]
+    other = ["--add", "photo", "--fingerprint", "0" * 24, "--by", "B. Person"]
+    assert "--renew" in call(*other)[1]
+    assert "compared by B. Person" in call(*other, "--renew")[1]

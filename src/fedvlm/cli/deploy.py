@@ -27,17 +27,30 @@ def init(
     host: Annotated[str, typer.Option(help="Address at which sites reach the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port at which sites reach the server.")] = 8443,
     listen: Annotated[str, typer.Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
+    plain: Annotated[bool, typer.Option("--plain", help="Let runs ask for single uploads without noise.")] = False,
 ) -> None:
-    """Create the server's folder and an invitation for sites."""
+    """Create the server's folder and an invitation for sites.
+
+    Runs ask for verified sums, which need three sites or more, unless you allow plain mode.
+    """
+    from fedvlm.channel.verified import MIN_SUM_MEMBERS
     from fedvlm.deploy.kits import INVITATION_FILE
     from fedvlm.deploy.kits import create_kits as write_kits
+    from fedvlm.deploy.site.policy import PLAIN_RISK
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    central, *kits = write_kits(folder, names, host, port, **({"listen": listen} if listen else {}))
+    options: dict[str, Any] = {"plain": plain, **({"listen": listen} if listen else {})}
+    central, *kits = write_kits(folder, names, host, port, **options)
     typer.echo(f"{central}: keep this folder on the server")
     typer.echo(f"{central / INVITATION_FILE}: send this to each site that joins; it contains no secret")
     for path in kits:
         typer.echo(f"{path}: send this to its site")
+    if plain:
+        typer.echo(f"plain mode: {PLAIN_RISK}")
+    elif 0 < len(names) < MIN_SUM_MEMBERS:
+        typer.echo(
+            f"{len(names)} sites are too few for verified sums: runs need noise, or --plain, and then {PLAIN_RISK}"
+        )
     if kits:
         typer.echo(
             "ready kits are for rehearsals: their private keys were made here and not at the sites "

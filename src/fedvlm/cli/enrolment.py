@@ -160,3 +160,65 @@ def join(
             f": {format_percent(score['test_hits'] / rows)} accuracy on its {rows} test samples" if rows else ""
         )
         typer.echo(f"{site} has its classifier from {name}{accuracy_text}")
+
+
+@deploy_app.command(
+    rich_help_panel="Keys and backups",
+    epilog=examples(
+        "fedvlm deploy peers north",
+        "fedvlm deploy peers north --add south --fingerprint '1f2e ...' --by 'Dr Lee'",
+    ),
+)
+def peers(
+    folder: Site,
+    add: Annotated[str, typer.Option(help="Name of the site whose fingerprint you have compared.")] = "",
+    fingerprint: Annotated[str, typer.Option(help="What a person at the other site reads out.")] = "",
+    by: Annotated[str, typer.Option(help="Name of the person who compared it.")] = "",
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the fingerprint: the site has a new key.")] = False,
+    remove: Annotated[str, typer.Option(help="Name of a site to take off the list.")] = "",
+) -> None:
+    """List, add or remove sites whose keys you have compared.
+
+    A site takes part in a verified sum only with the sites on its list. Compare fingerprints by phone, not by way of
+    the server. With --fingerprint alone the command says whose it is.
+    """
+    from fedvlm.deploy.identity.certificates import read_own_certificate
+    from fedvlm.deploy.site.peers import add_peer, normalise_fingerprint, read_peers, remove_peer
+
+    if add:
+        peer = add_peer(folder, add, fingerprint, by, renew)
+        typer.echo(f"{peer.name} is a peer: {peer.fingerprint}, compared by {peer.compared_by}")
+        return
+    if remove:
+        remove_peer(folder, remove)
+        typer.echo(f"{remove} is no longer a peer; this site joins no verified sum with it")
+        return
+    known = read_peers(folder).values()
+    if fingerprint:
+        plain = normalise_fingerprint(fingerprint)
+        names = [peer.name for peer in known if normalise_fingerprint(peer.fingerprint) == plain]
+        typer.echo(f"this is the fingerprint of {names[0]}" if names else "no peer has this fingerprint")
+        raise typer.Exit(0 if names else 1)
+    own = read_own_certificate(folder)
+    typer.echo(f"{own.site} (this site; read it out to the others)  {own.fingerprint}")
+    for peer in known:
+        typer.echo(f"{peer.name}  {peer.fingerprint}  compared by {peer.compared_by} {peer.compared_on[:10]}".rstrip())
+
+
+@deploy_app.command(
+    rich_help_panel="Run",
+    epilog=examples("fedvlm deploy verify fed/server/runs/auto", "fedvlm deploy verify run --site north"),
+)
+def verify(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or of one transcript.")],
+    site: Annotated[Path | None, typer.Option(help="Folder of a site, whose peers are compared.")] = None,
+) -> None:
+    """Verify the transcript of a verified sum offline."""
+    from fedvlm.deploy.site.peers import read_peers
+    from fedvlm.deploy.transcript import find_transcripts, verify_transcript
+
+    known = {} if site is None else read_peers(site)
+    for transcript in find_transcripts(run):
+        for line in verify_transcript(transcript, known):
+            typer.echo(line)
+    typer.echo("verified: every signature, sum and state")

@@ -28,7 +28,7 @@ from fedvlm.deploy.identity.certificates import admitted_sites as admitted
 from fedvlm.deploy.identity.keys import create_certificates, create_key_pair
 from fedvlm.deploy.operations.webhook import check_webhook
 from fedvlm.deploy.site.peers import Peer, write_peers
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, example_policy
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.experiment_files import read_toml
@@ -68,6 +68,7 @@ class ServerKit:
     deadline: float = ranged_field(600.0, NON_NEGATIVE)  # seconds a site has for one round
     wait: float = ranged_field(120.0, NON_NEGATIVE)  # seconds to wait for sites before the first round
     max_samples: int = ranged_field(1_000_000, COUNT)  # training rows a site is believed to have at most
+    plain: bool = False  # runs may ask for single uploads without noise; otherwise for verified sums
     rehearsal: bool = False  # sites play clients of the experiment's own data
     webhook: str = ""  # address that is told when a run ends or a site is late
 
@@ -184,6 +185,8 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
         certificate = issue_certificate(central, address, name, public)
         fill_site_folder(folder / f"site-{name}", certificate, certificate_path(central, name).read_bytes())
         write_site(replace(read_site(folder / f"site-{name}"), made_by_server=True))
+        if server.get("plain"):
+            write_file(folder / f"site-{name}" / POLICY, example_policy(plain=True).encode())
     for name in sites:  # in a rehearsal nobody has to compare keys that were made here
         peers = [
             Peer(other, current_certificate(central, other).fingerprint, "init") for other in sites if other != name
@@ -204,7 +207,8 @@ def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificat
         if not (folder / file).exists():
             write_file(folder / file, text.encode())
     kit = read_site(folder) if (folder / "site.toml").exists() else SiteKit(folder, site_certificate.site, "")
-    write_site(replace(kit, name=site_certificate.site, address=site_certificate.address))
+    kit = replace(kit, name=site_certificate.site, address=site_certificate.address)
+    write_site(replace(kit, made_by_server=False))
 
 
 def check_name(name: str) -> None:
@@ -245,6 +249,7 @@ def server_readme() -> str:
 
 
 KIT_FILES = ("server.toml", "site.toml")  # one of them makes a folder a server's or a site's
+SESSION_KEY_FILE = "session.key"  # of a verified sum: a restored folder must not continue an old session
 SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by its own means
 
 
@@ -306,7 +311,7 @@ def _snapshot(folder: Path) -> Iterator[Path]:
         for path in sorted(folder.rglob("*")):
             if not path.is_file() or path.is_symlink() or path.name[0] == ".":
                 continue
-            if path.name.endswith(SQLITE_SIDE_FILES):
+            if path.name.endswith(SQLITE_SIDE_FILES) or path.name == SESSION_KEY_FILE:
                 continue
             target = Path(place) / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)

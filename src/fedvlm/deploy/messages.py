@@ -244,7 +244,8 @@ POLICY_REFUSALS = {
     "clip": "channel.clip must be above 0 and at most {most:g}",
     "noise": "channel.noise_multiplier must be at least {least:g}",
     "honest": "channel.honest must be at most {most:g}",
-    "plain": "uploads leave this site in a verified sum only; set channel.verified",
+    "plain": "uploads leave this site in a verified sum only, or with the noise that its policy asks for; set "
+    "channel.verified",
     "consent": "nobody at this site has consented to training",
     "consent refused": "a person at this site has refused",
     "consent ended": "the consent given at this site has ended",

@@ -61,7 +61,8 @@ def load_chunk(world: World, ids: Sequence[str]) -> World:
         id: ClientRows(*(np.searchsorted(rows, part) for part in splits)) for id, splits in zip(ids, parts, strict=True)
     }
     y = world.y[torch.from_numpy(rows)]
-    chunk_world = replace(world, x=world.file_rows.read(rows), y=y, members=members)
+    groups = None if world.groups is None else world.groups[torch.from_numpy(rows)]
+    chunk_world = replace(world, x=world.file_rows.read(rows), y=y, groups=groups, members=members)
     # as in the full world, not as these samples would give
     chunk_world.__dict__.update({"reference_x": world.reference_x, "has_many_clients": world.has_many_clients})
     return chunk_world
@@ -118,7 +119,7 @@ def measure_chunk(world: World, tasks: Sequence[Task], sent: Tensors, local: Ten
     """Return every client's scores with what it was sent; `sent` and `local` are stacked."""
     parts = [evaluation_rows(world, task.id) for task in tasks]
     logits = None
-    if world.frozen.multi_label:
+    if world.frozen.multi_label or (world.groups is not None and world.group_metrics != "image"):
         return [measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
     if not world.metrics and not local and all(tensor.stride(0) == 0 for tensor in sent.values()):
         logits = _predict_common(world, tasks[0].sent, parts)
@@ -218,6 +219,8 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Cli
     """Run a chunk; if it fails, run its clients one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam amplifies the rounding errors of a zero gradient.
     one_by_one = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
+    # Classes are counted in groups client by client.
+    one_by_one |= world.groups is not None and (world.method.traits.classes.min_class_samples or 1) > 1
     world = load_chunk(world, [task.id for task in tasks])
     if not tasks[0].trains or one_by_one:
         return {task.id: run_client(world, number, task) for task in tasks}

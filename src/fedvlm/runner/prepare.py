@@ -145,6 +145,7 @@ class Prepared:
             **{**vars(terms), "method": with_device(terms.method, self.settings.device)},
             x=self.rows.view(self.settings.method.traits.needs),
             y=label_tensor(self.rows),
+            groups=group_numbers(self.rows),
             members=members,
             reference=reference,
             texts=texts,
@@ -268,7 +269,9 @@ def terms_of(settings: Settings, frozen: Frozen, seed: int) -> TrainingTerms:
     metrics = settings.rules().every_round
     attack = attack_of(settings)
     method = method_for(settings.method, frozen)
-    return TrainingTerms(method, frozen, seed, settings.channel, metrics=metrics, attack=attack)
+    return TrainingTerms(
+        method, frozen, seed, settings.channel, metrics=metrics, attack=attack, group_metrics=settings.group_metrics
+    )
 
 
 def method_for(method: Method, frozen: Frozen) -> Method:
@@ -281,6 +284,16 @@ def label_tensor(rows: EmbeddedTable) -> Tensor:
     if rows.findings is None:
         return torch.from_numpy(rows.labels)
     return torch.from_numpy(rows.findings[rows.labels].astype(np.int64))
+
+
+def group_numbers(rows: EmbeddedTable) -> Tensor | None:
+    """Return (samples,) the number of each sample's group; a sample without a group is one of its own."""
+    if rows.groups is None:
+        return None
+    alone = np.char.add("\x1f", np.arange(len(rows.groups)).astype(np.str_))  # no group name begins with this character
+    return torch.from_numpy(
+        np.unique(np.where(rows.groups == "", alone, rows.groups), return_inverse=True)[1].reshape(-1)
+    )
 
 
 def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
@@ -339,6 +352,8 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
             f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
             "encode these samples again, or leave them out"
         )
+    if settings.group_metrics != "image":
+        _check_group_classes(settings, rows)
     if rows.findings is not None:
         _check_findings(settings)
     elif len(rows.classes) < 2:
@@ -359,6 +374,24 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     if settings.warm_start is not None:
         check_needs(settings.warm_start, rows.encoder, rows.offers())
         check_warm_start(settings.warm_start, settings.method, frozen)
+
+
+def _check_group_classes(settings: Settings, rows: EmbeddedTable) -> None:
+    """Refuse metrics by group without groups, or where a group has images of several classes."""
+    rule, groups = settings.group_metrics, group_numbers(rows)
+    if groups is None:
+        raise SettingsError(
+            f'group_metrics = "{rule}" needs groups, and the data have none; add a column group (a patient, a slide), '
+            'or set group_metrics = "image"'
+        )
+    if rows.findings is None:
+        pairs = np.unique(np.stack([groups.numpy(), rows.labels]), axis=1)[0]
+        if len(several := pairs[1:][pairs[1:] == pairs[:-1]]):
+            first = int(np.flatnonzero(groups.numpy() == several[0])[0])
+            raise DataError(
+                f'group_metrics = "{rule}" needs one class per group, and the group of row {first} has images of '
+                'several classes; correct its labels, or set group_metrics = "image"'
+            )
 
 
 def _check_findings(settings: Settings) -> None:

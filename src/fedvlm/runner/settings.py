@@ -21,7 +21,7 @@ from fedvlm.core.schema import (
     read_table,
 )
 from fedvlm.data.clients import Clients
-from fedvlm.engines.client import Attack, Kind
+from fedvlm.engines.client import Attack, GroupRule, Kind
 from fedvlm.errors import SettingsError, renamed, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
@@ -48,6 +48,7 @@ class Settings:
     clients: Clients = field(default_factory=Clients)
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
+    group_metrics: GroupRule = "image"  # "mean" or "max": score each patient or slide by its images' logits
     seeds: tuple[int, ...] = (0,)
     tune: tuple[str, ...] = list_field()  # settings of the method to tune on validation samples, as lr
     fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the clients, in each round

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -157,7 +157,18 @@ def choose_values(finalists: Sequence[Trial]) -> dict[str, float]:
     best, *others = sorted(finalists, key=lambda trial: -trial.score)
     if not others or others[0].score < best.score - best.standard_error:
         return best.values
-    return {name: math.sqrt(value * others[0].values[name]) for name, value in best.values.items()}
+    return _mean_values(best, others[0])
+
+
+def _mean_values(first: Trial, second: Trial) -> dict[str, float]:
+    return {name: math.sqrt(value * second.values[name]) for name, value in first.values.items()}
+
+
+def possible_methods(settings: Settings) -> list[Method]:
+    """Return the method and all others that a search may train or choose instead."""
+    trials = make_candidates(settings)[0] if settings.tune else []
+    means = [replace(settings.method, **_mean_values(*pair)) for pair in combinations(trials, 2)]
+    return [settings.method, *(trial.method for trial in trials), *means]
 
 
 def leave_source_out(training: Training, domains: Mapping[str, str], number: int) -> Training:

@@ -89,6 +89,7 @@ class RunSettings(MethodSettings, total=False):
     clients: Any
     protocol: str
     selection: Literal["last", "validation", "oracle"]
+    group_metrics: Literal["image", "mean", "max"]
     seeds: Sequence[int]
     tune: Sequence[str] | str
     fraction: float

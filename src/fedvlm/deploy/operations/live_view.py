@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fedvlm.deploy.operations import events
-from fedvlm.deploy.operations.status import END_STATES, State, is_server, server_status, site_status
+from fedvlm.deploy.operations.status import END_STATES, ROUNDS_TO_FORECAST, State, is_server, server_status, site_status
 from fedvlm.deploy.site.consent import waiting_requests
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, describe_spending
 from fedvlm.deploy.site.policy import read_policy
@@ -16,16 +17,22 @@ from fedvlm.report.charts import Chart, Series
 from fedvlm.report.page.render import format_bytes
 
 TIMELINE_EVENTS = 60  # that are shown
+ROUNDS_IN_TIMELINE = 5  # in a row; the others are counted
 MAX_TREND_POINTS = 500
 FEW_DAYS = 30  # of a certificate
 FEW_BYTES = 1 << 30  # of a disk
-GOOD, BAD, QUIET = "good", "bad", "quiet"
+GOOD, BAD, PLAIN = "good", "bad", "plain"
 SITE_STATES = {  # by the status of a site: what its card says, and how
     "answers": ("takes part", GOOD),
     "connected": ("connected", GOOD),
     "missing": ("late", BAD),
     "refused": ("takes no part", BAD),
-    "not seen": ("not connected", QUIET),
+    "not seen": ("not connected", PLAIN),
+}
+CONNECTION_STATES = {  # by the latest event of these at a site that runs
+    "connecting": ("connecting", PLAIN),
+    "unreachable": ("the server cannot be reached", BAD),
+    **dict.fromkeys(("reached", "opened", "sent"), ("connected", GOOD)),
 }
 BAD_EVENTS = {"refused", "missing", "failed", "unreachable", "withdrew", "withdrawn"}
 GOOD_EVENTS = {"round", "connected", "joined", "ended", "reached", "gained", "classifier"}
@@ -37,7 +44,7 @@ class Card:
 
     title: str
     state: str
-    kind: str = QUIET
+    kind: str = PLAIN
     facts: list[tuple[str, str]] = field(default_factory=list)
     note: str = ""
     links: list[tuple[str, str]] = field(default_factory=list)  # text and path
@@ -48,16 +55,17 @@ def live_view(folder: Path) -> dict[str, Any]:
     history = events.read_events(folder)
     if is_server(folder):
         state = server_status(folder)
-        cards, headline = [server_card(state), run_card(state), *site_cards(state)], run_headline(state)
-        trends = server_trends(history)
-        waiting = 0
+        cards, waiting = [server_card(state), run_card(state), *site_cards(state)], 0
+        facts = dict(cards[1].facts)
+        headline = f"{facts['method']}: {cards[1].state}, round {facts['round']}" if state["run"] else "no run yet"
+        trends = make_trends(rounds_since(history, "begun"), "kB", 1.0)
     else:
         state = site_status(folder)
         waiting = len(waiting_requests(folder))
         cards = own_cards(folder, state)
         gained = state["gained"]
         headline = events.format_gain(gained) if gained else "this site has not finished a run yet"
-        trends = own_trends(history)
+        trends = make_trends(rounds_since(history, "opened"), "bytes", 0.001)
     return {
         "title": "the server" if state["who"] == "server" else f"site {state['name']}",
         "is_server": state["who"] == "server",
@@ -67,7 +75,7 @@ def live_view(folder: Path) -> dict[str, Any]:
         "report": finished_record(state) is not None,
         "cards": [asdict(card) for card in cards],
         "trends": trends,
-        "timeline": [timeline_entry(event) for event in reversed(history[-TIMELINE_EVENTS:])],
+        "timeline": list(timeline(history)),
     }
 
 
@@ -103,21 +111,11 @@ def run_card(state: State) -> Card:
     return Card("Run", run["state"], kind, facts, str(run.get("why") or "")[:300])
 
 
-def run_headline(state: State) -> str:
-    run = state["run"]
-    if not run:
-        return "no run has been started"
-    accuracy = events.format_percent(run.get("share"))
-    return f"{run['method']}: {run['state']}, round {run['round']} of {run['rounds']}" + f", {accuracy}" * bool(
-        accuracy
-    )
-
-
 def site_cards(state: State) -> Iterable[Card]:
     for name, site in state["sites"].items():
-        text, kind = SITE_STATES.get(site["state"], (site["state"], QUIET))
+        text, kind = SITE_STATES.get(site["state"], (site["state"], PLAIN))
         if kind == GOOD and site["contact"] and not site["connected"]:
-            text, kind = "not connected", QUIET
+            text, kind = "not connected", PLAIN
         accuracy = site.get("accuracy")
         facts = [
             ("last contact", format_age(site["contact"] or site.get("time"))),
@@ -132,66 +130,80 @@ def site_cards(state: State) -> Iterable[Card]:
 
 def own_cards(folder: Path, state: State) -> list[Card]:
     """Return the cards of a site's own page; nothing of other sites."""
-    policy, ledger = read_policy(folder), Ledger(folder).history()
-    sent = [event for event in events.read_events(folder) if event["kind"] in ("opened", "sent")]
-    number = next((event["round"] for event in reversed(sent) if event.get("round")), 0)
+    policy, ledger, history = read_policy(folder), Ledger(folder).history(), events.read_events(folder)
     training, up = state["training"], state["up"]
     facts = [("server", state["address"]), ("last contact", format_age(state["last in"])), *machine_lines(state)]
-    cards = [Card("Site", "running" if up else "not running", GOOD if up else BAD, facts)]
+    last = next((event["kind"] for event in reversed(history) if event["kind"] in CONNECTION_STATES), "connecting")
+    text, kind = CONNECTION_STATES[last] if up else ("not running", BAD)
+    cards = [Card("Site", text, kind, facts)]
     if training:
-        facts = [
-            ("round", f"{number} of {training.get('rounds', '?')}"),
-            ("training samples", str(training["samples"])),
-        ]
-        facts.append(("classes", str(training["classes"])))
-        cards.append(Card("Training", str(training["method"]), GOOD, facts))
+        cards.append(training_card(training, rounds_since(history, "opened")))
     spending = describe_spending(PrivacyBudget(ledger), policy)
-    facts = [
-        ("bytes", format_bytes(state["bytes out"])),
-        ("trainings", state["trainings"]),
-        ("rounds", state["rounds"]),
-    ]
-    facts.append(("last", format_age(state["last out"])))
+    facts = [("trainings", state["trainings"]), ("rounds", state["rounds"]), ("last", format_age(state["last out"]))]
     facts += [("head of the ledger", ledger.head[:16])] if ledger.head else []
     epsilon = [line for line in spending if line.startswith(("ε", "The ledger"))]
-    cards.append(Card("What left this site", format_bytes(state["bytes out"]), QUIET, facts, " ".join(epsilon)))
+    cards.append(Card("What left this site", format_bytes(state["bytes out"]), PLAIN, facts, " ".join(epsilon)))
     waiting = len(waiting_requests(folder))
     asked = f"{waiting} waiting" if waiting else "nothing waits"
     link = [("read and answer", "consent")] if waiting else []
-    cards.append(Card("Consent", asked, BAD if waiting else QUIET, [("given", state["consent"])], links=link))
+    cards.append(Card("Consent", asked, BAD if waiting else PLAIN, [("given", state["consent"])], links=link))
     links = [(f"download {name}", f"classifiers/{name}") for name in state["classifiers"]]
     gained = events.format_gain(state["gained"]) if state["gained"] else ""
-    cards.append(Card("Classifier", f"{len(links)} here" if links else "none yet", QUIET, [], gained, links))
+    cards.append(Card("Classifier", f"{len(links)} here" if links else "none yet", PLAIN, [], gained, links))
     return cards
 
 
-def server_trends(history: list[events.Event]) -> list[Chart]:
-    begun = max((place for place, event in enumerate(history) if event["kind"] == "begun"), default=0)
-    rounds = [event for event in history[begun:] if event["kind"] == "round"]
-    return draw_trends(rounds, "share", "kB", 1000)
+def training_card(training: events.Event, rounds: list[events.Event]) -> Card:
+    """Return the card of the training that was opened last; its rounds are those that this site has answered."""
+    number, planned = rounds[-1]["round"] if rounds else 0, int(training.get("rounds", 0))
+    facts = [("round", f"{number} of {planned}")]
+    if len(rounds) > 1 and number < planned:
+        recent = rounds[-ROUNDS_TO_FORECAST - 1 :]
+        first, latest = (datetime.fromisoformat(event["time"]) for event in (recent[0], recent[-1]))
+        seconds = (latest - first).total_seconds() / (len(recent) - 1) * (planned - number)
+        facts.append(("time left", f"about {format_seconds(seconds)}"))
+    facts += [("training samples", str(training["samples"])), ("classes", str(training["classes"]))]
+    return Card("Training", str(training["method"]), GOOD, facts)
 
 
-def own_trends(history: list[events.Event]) -> list[Chart]:
-    begun = max((place for place, event in enumerate(history) if event["kind"] == "opened"), default=0)
-    return draw_trends([event for event in history[begun:] if event.get("round")], "share", "bytes", 1)
+def rounds_since(history: list[events.Event], kind: str) -> list[events.Event]:
+    """Return the events of rounds since the latest event of a kind."""
+    begun = max((place for place, event in enumerate(history) if event["kind"] == kind), default=0)
+    return [event for event in history[begun:] if event["kind"] in ("round", "sent") and event.get("round")]
 
 
-def draw_trends(rounds: list[events.Event], accuracy: str, traffic: str, unit: int) -> list[Chart]:
+def make_trends(rounds: list[events.Event], traffic: str, unit: float) -> list[Chart]:
     """Describe accuracy and traffic over the rounds; a trend needs two points."""
-    titles = (("Accuracy so far, by round", accuracy, "accuracy (%)"), ("Traffic, by round", traffic, "kB"))
+    titles = (("Accuracy so far, by round", "share", 1.0), ("Traffic, by round", traffic, unit))
     charts = []
-    for place, (title, key, label) in enumerate(titles):
-        scale = 1.0 if key == accuracy else unit / 1000
+    for place, (title, key, scale) in enumerate(titles):
         points = [(event["round"], scale * event[key]) for event in rounds if event.get(key) is not None]
-        if len(points) > 1:
-            series = [Series(title, points[-MAX_TREND_POINTS:], place)]
-            charts.append(Chart(title, "round", label, series, is_percent=key == accuracy))
+        top, label = (1.0, "accuracy (%)") if key == "share" else (max([y for _, y in points], default=1.0), "kB")
+        series = [Series(title, points[-MAX_TREND_POINTS:], place)]
+        chart = Chart(title, "round", label, series, is_percent=key == "share", y_range=(0.0, top))
+        charts += [chart] if len(points) > 1 else []
     return charts
+
+
+def timeline(history: list[events.Event]) -> Iterable[dict[str, str]]:
+    """Yield the newest events first; of a row of rounds, the newest ones and how many more there are."""
+    shown = 0
+    for kind, group in groupby(reversed(history), lambda event: event["kind"]):
+        row = list(group)
+        limit = ROUNDS_IN_TIMELINE if kind in ("round", "sent") else len(row)
+        for event in row[:limit]:
+            yield timeline_entry(event)
+        if len(row) > limit:
+            rest = len(row) - limit
+            yield {**timeline_entry(row[-1]), "text": f"{rest} earlier line{'s' * (rest > 1)} of rounds since then"}
+        shown += min(len(row), limit + 1)
+        if shown >= TIMELINE_EVENTS:
+            return
 
 
 def timeline_entry(event: events.Event) -> dict[str, str]:
     time, _, text = events.format_event(event).partition(" ")
-    kind = BAD if event["kind"] in BAD_EVENTS else GOOD if event["kind"] in GOOD_EVENTS else QUIET
+    kind = BAD if event["kind"] in BAD_EVENTS else GOOD if event["kind"] in GOOD_EVENTS else PLAIN
     return {"at": str(event["time"]), "time": time, "text": text, "kind": kind}
 
 

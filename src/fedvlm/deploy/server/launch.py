@@ -25,7 +25,14 @@ from fedvlm.deploy.kits import (
     read_server,
 )
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
-from fedvlm.deploy.server.run import ERROR_FILE, JOIN_RESULT_FILE, check_deployable, stated_settings, with_rules
+from fedvlm.deploy.server.run import (
+    ERROR_FILE,
+    JOIN_RESULT_FILE,
+    check_deployable,
+    choose_mode,
+    stated_settings,
+    with_rules,
+)
 from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import FederationError, SettingsError, unknown_name
@@ -97,6 +104,7 @@ def run_over_sites(
 
     `rules` override quorum, deadline and wait of server.toml for this run.
     """
+    settings = choose_mode(kit, settings)
     check_deployable(with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
     folder = out or kit.folder / "runs" / default_name(about, None)
@@ -248,9 +256,12 @@ def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rul
             f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; at most 32 are "
             "allowed: set a smaller clients.count"
         )
-    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
+    plain = not settings.channel.verified
+    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, plain=plain, **rules)
     for id in ids:
         path = place / f"site-{id}" / "site.toml"
         write_file(path, path.read_bytes() + to_toml({"plays": id}).encode())
-        write_file(path.with_name(POLICY), example_policy((ALL_METHODS,)).encode())  # nobody's data but the owner's
+        write_file(
+            path.with_name(POLICY), example_policy((ALL_METHODS,), plain).encode()
+        )  # nobody's data but the owner's
     return read_server(place / "server")

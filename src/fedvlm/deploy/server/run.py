@@ -14,6 +14,7 @@ import torch
 
 from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.channel.settings import with_deployment_bound
+from fedvlm.channel.verified import MIN_SUM_MEMBERS
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.kits import REFERENCE_FILE, RUN_REQUEST_FILE, ServerKit, read_server
@@ -22,6 +23,7 @@ from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event,
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
 from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import PLAIN_RISK
 from fedvlm.deploy.transcript import TRANSCRIPT_SUFFIX, Transcript
 from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle
 from fedvlm.engines.client import RemoteState, Task, TrainingTerms
@@ -225,6 +227,22 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         )
 
 
+def choose_mode(kit: ServerKit, settings: Settings) -> Settings:
+    """Ask for a verified sum unless uploads have noise or a person chose plain mode; say why if it is not possible."""
+    if settings.channel.verified or settings.channel.noise_multiplier or kit.plain:
+        return settings
+    try:
+        if len(kit.sites) < MIN_SUM_MEMBERS:
+            raise SettingsError(f"a verified sum needs at least {MIN_SUM_MEMBERS} sites, got {len(kit.sites)}")
+        verified = {**settings.identity(), **settings.statement}
+        return build({**verified, "channel": {**verified["channel"], "verified": True}})
+    except SettingsError as error:
+        raise SettingsError(
+            f"{error}. Otherwise {PLAIN_RISK}: add channel.noise_multiplier, or accept that with plain = true in "
+            "server.toml and in every site's policy"
+        ) from error
+
+
 def describe_bound(settings: Settings) -> str:
     """Describe what bounds the influence of one site on the mean."""
     channel = with_deployment_bound(settings.channel, settings.method)
@@ -238,6 +256,12 @@ def describe_bound(settings: Settings) -> str:
     if channel.bound:
         return f"changes of a norm above {channel.bound} are refused (channel.bound)"
     return f"nothing bounds a change: {settings.method.name} aggregates single uploads in its own way"
+
+
+def describe_protection(settings: Settings) -> list[str]:
+    """Describe what bounds a site's influence, and in plain mode what the server could learn."""
+    hides = settings.channel.verified or settings.channel.noise_multiplier
+    return [describe_bound(settings), *([] if hides else [f"plain mode: {PLAIN_RISK}"])]
 
 
 @dataclass
@@ -350,7 +374,7 @@ class DeployedRun:
         names = [training.name for training in trainings]
         dropped = dict.fromkeys(settings.seeds, 0)
         return {
-            **{"identity": settings.identity(), "memory": True, "notes": [describe_bound(settings)]},
+            **{"identity": settings.identity(), "memory": True, "notes": describe_protection(settings)},
             **build_manifest(site_facts, names, engine.counts, dropped),
             **{"sites": list(self.kit.sites), "local": about["local"]},
             **settings.statement,

@@ -5,7 +5,8 @@ is found, and a ledger that was changed consents to nothing.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -24,7 +25,7 @@ from fedvlm.engines.client import make_client
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.lists import method_sentence
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.tune import make_candidates
+from fedvlm.runner.tune import possible_methods
 from fedvlm.storage.files import read_json, write_json
 from fedvlm.tensors import count_bytes
 
@@ -45,9 +46,8 @@ def plan_hash(spec: Mapping[str, Any]) -> str:
 def check_plan(spec: Mapping[str, Any], settings: Settings) -> None:
     """Refuse a training that is not part of the run it names: another seed, other settings, no candidate of tuning."""
     run = build(spec["run"]["identity"])
-    methods = [run.method, *(trial.method for trial in make_candidates(run)[0] if run.tune)]
     is_part = replace(settings, method=run.method, tune=run.tune).identity() == run.identity()
-    if not (is_part and settings.method in methods and spec["seed"] in run.seeds):
+    if not (is_part and settings.method in possible_methods(run) and spec["seed"] in run.seeds):
         raise ReportedError("request", "the training is not part of the run that the request names")
 
 
@@ -129,23 +129,14 @@ def waiting_requests(folder: Path) -> list[Request]:
     if not policy.consent:
         return []
     paths = sorted((folder / REQUESTS_FOLDER).glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)
-    answered = [(path.stem, facts, read_answers(history, path.stem)) for path, facts in _read_requests(paths)]
-    return [
-        Request(plan, facts, tuple(answers.valid), policy.approvers)
-        for plan, facts, answers in answered
-        if not answers.refusal and not answers.is_granted(policy.approvers)
-    ]
-
-
-def _read_requests(paths: list[Path]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Yield requests that are what their name says; the server asks again for one that was damaged."""
+    requests = []
     for path in paths:
-        try:
+        answers = read_answers(history, path.stem)
+        with suppress(DataError, KeyError, TypeError):  # one that was damaged or changed: the server asks again
             stored = read_json(path)
-            if plan_hash(stored) == path.stem:
-                yield path, stored["facts"]
-        except (DataError, KeyError, TypeError):
-            continue
+            if plan_hash(stored) == path.stem and not answers.refusal and not answers.is_granted(policy.approvers):
+                requests.append(Request(path.stem, stored["facts"], tuple(answers.valid), policy.approvers))
+    return requests
 
 
 def find_request(folder: Path, plan: str) -> Request:

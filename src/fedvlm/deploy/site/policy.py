@@ -56,7 +56,7 @@ class Policy:
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     honest: int = ranged_field(1, COUNT)  # members trusted to add their noise to a sum, this site included
-    plain: bool = True  # uploads may leave one by one, not only in a verified sum
+    plain: bool = False  # uploads may leave one by one and without noise, not only in a verified sum
     sum_of: int = ranged_field(3, Range(3))  # members that a verified sum must have, this site included
     member_changes: int = ranged_field(0, NON_NEGATIVE)  # other sets of members, in sums over the same samples
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
@@ -90,7 +90,7 @@ class Policy:
             )
         if channel.honest > self.honest:
             raise RequestRefused("honest", most=self.honest)
-        if not (self.plain or channel.verified):
+        if not (self.plain or channel.verified or self.noise_multiplier or self.epsilon):
             raise RequestRefused("plain")
         if len(labels) < self.min_samples:
             raise RequestRefused("samples", least=self.min_samples)
@@ -163,6 +163,8 @@ def current_policy(folder: str | Path) -> Policy:
         raise RequestRefused("policy", str(error)) from error
 
 
+PLAIN_RISK = "from single uploads without noise a server that deviates can recover most of a site's training embeddings"
+
 # By rule: what it is, and what it is good for. Written into policy.toml and told by the command.
 RULE_TEXTS = {
     "methods": (
@@ -204,8 +206,8 @@ RULE_TEXTS = {
         "each then adds less noise; if one of them does not, ε is larger than counted",
     ),
     "plain": (
-        "uploads may leave one by one, and not only in a verified sum",
-        "a server that deviates recovers training embeddings from single uploads",
+        "uploads may leave one by one without noise, and not only in a verified sum",
+        PLAIN_RISK,
     ),
     "sum_of": (
         "members that a verified sum must have, this site included",
@@ -234,11 +236,11 @@ RULE_TEXTS = {
 }
 
 
-def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
+def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS, plain: bool = False) -> str:
     """Return the policy that `fedvlm deploy init` writes."""
     lines = ["# What this site allows; the server cannot change it. `fedvlm deploy policy` explains."]
     for rule in fields(Policy):
-        value = list(methods) if rule.name == "methods" else rule.default
+        value = {"methods": list(methods), "plain": plain}.get(rule.name, rule.default)
         lines.append(f"{rule.name} = {dumps(value)}  # {RULE_TEXTS[rule.name][0]}")
     return "\n".join(lines) + "\n"
 

@@ -30,7 +30,7 @@ from fedvlm.channel.verified import (
 from fedvlm.core import Frozen, Tensors, upload_sum
 from fedvlm.deploy.identity.certificates import key_fingerprint
 from fedvlm.deploy.identity.keys import Signer
-from fedvlm.deploy.kits import SiteKit, write_secret
+from fedvlm.deploy.kits import SESSION_KEY_FILE, SiteKit, write_secret
 from fedvlm.deploy.messages import (
     ECHOED_FIELDS,
     ReportedError,
@@ -78,7 +78,6 @@ from fedvlm.errors import FederationError
 from fedvlm.runner.prepare import template_of
 from fedvlm.storage.files import read_json, read_tensors, write_json, write_tensors
 
-SESSION_KEY_FILE = "session.key"  # never in a backup
 HISTORY_FILE = "sums.json"  # in `state`: members and samples of the sums that this site took part in
 MAX_TEXT_DIFFERENCE = 1e-4  # relative: what the encoders of two machines may differ by
 MAX_DEADLINE_DAYS = 30
