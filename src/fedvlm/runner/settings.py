@@ -60,6 +60,7 @@ class Settings:
     engine: Literal["batched", "single", "flower"] = "batched"
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method computes
     workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
+    transductive: bool = False  # also learn from the clients' test images, without their labels
     allow_small: bool = False  # also upload class statistics of few samples
     smoke: bool = False  # a short run on few samples, to see that everything works
     channel: Channel = field(default_factory=Channel)  # clipping, noise, … of uploads
@@ -92,6 +93,7 @@ class Settings:
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
         if not (self.allow_small and any(method.traits.classes.min_class_samples for method in used_methods)):
             idle.append("allow_small")
+        idle += [] if self.transductive else ["transductive"]
         for key in idle:
             del values[key]
         for key in ("method", "warm_start"):
@@ -176,6 +178,7 @@ def _check_combination(settings: Settings) -> Settings:
                 "and leave out line breaks"
             )
     _check_attack(settings)
+    _check_transductive(settings)
     if settings.protocol == BaseToNew.name and settings.engine == "flower":
         raise SettingsError(
             "protocol = 'base-to-new' is measured in one process, but with engine = 'flower' local tensors stay "
@@ -196,6 +199,14 @@ def attack_of(settings: Settings) -> Attack | None:
     if settings.attack == "none":
         return None
     return Attack(settings.attack, settings.attacker_fraction, settings.attack_strength)
+
+
+def _check_transductive(settings: Settings) -> None:
+    if settings.transductive and not settings.method.traits.training.unlabelled:
+        raise SettingsError(
+            f"transductive = true: {settings.method.name} does not learn from images without a label; leave it out, or "
+            'use method = "auto"'
+        )
 
 
 def _check_attack(settings: Settings) -> None:

@@ -101,6 +101,7 @@ class RunSettings(MethodSettings, total=False):
     engine: Literal["batched", "single", "flower"]
     device: Literal["auto", "cpu", "cuda", "mps"]
     workers: int
+    transductive: bool
     allow_small: bool
     smoke: bool
     channel: Any
