@@ -243,6 +243,7 @@ POLICY_REFUSALS = {
     "method": "the method is not allowed here",
     "clip": "channel.clip must be above 0 and at most {most:g}",
     "noise": "channel.noise_multiplier must be at least {least:g}",
+    "honest": "channel.honest must be at most {most:g}",
     "plain": "uploads leave this site in a verified sum only, or with the noise that its policy asks for; set "
     "channel.verified",
     "consent": "nobody at this site has consented to training",

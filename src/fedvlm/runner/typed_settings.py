@@ -100,6 +100,7 @@ class RunSettings(MethodSettings, total=False):
     clients: Any
     protocol: str
     selection: Literal["last", "validation", "oracle"]
+    group_metrics: Literal["image", "mean", "max"]
     seeds: Sequence[int]
     tune: Sequence[str] | str
     fraction: float
@@ -111,6 +112,7 @@ class RunSettings(MethodSettings, total=False):
     engine: Literal["batched", "single", "flower"]
     device: Literal["auto", "cpu", "cuda", "mps"]
     workers: int
+    transductive: bool
     allow_small: bool
     smoke: bool
     channel: Any
