@@ -252,6 +252,7 @@ POLICY_REFUSALS = {
     "method": "the method is not allowed here",
     "clip": "channel.clip must be above 0 and at most {most:g}",
     "noise": "channel.noise_multiplier must be at least {least:g}",
+    "honest": "channel.honest must be at most {most:g}",
     "plain": "uploads leave this site in a verified sum only, or with the noise that its policy asks for; set "
     "channel.verified",
     "consent": "nobody at this site has consented to training",
@@ -264,7 +265,8 @@ POLICY_REFUSALS = {
     "class": "a class has fewer than {least} training samples, and the method uploads every class",
     "samples": "it has fewer than {least} training samples",
     "partition": "clients.shots and clients.ratios are chosen by the site, not by the server",
-    "upload": "the reply has {bytes} bytes, but this site sends at most {most}",
+    "upload": "the reply has {bytes} bytes, but this site sends at most {most}; raise max_upload_bytes in its policy, "
+    "or choose a method with smaller uploads or an encoder with fewer dimensions",
     "trainings": "all {most} trainings that this site allows have been opened",
     "rounds": "all {most} rounds that this site allows per training have been answered",
     "all rounds": "all {most} rounds that this site allows in total have been answered",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvlm.core import make
 from fedvlm.data.partition import ClientSplit
-from fedvlm.data.table import Dataset, EmbeddedTable, match_classes
+from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, relabel
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import ReportedError, normalise_class_name, training_key
 from fedvlm.deploy.site.ledger import upload_cost
@@ -98,10 +98,13 @@ def load_site_training(
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
     """Limit the training samples to the site's maximum, the same ones in every training."""
     member = prepared.partition.clients[id]
-    if not limit or len(member.train) <= limit:
+    if not limit or max(len(member.train), len(member.unlabelled)) <= limit:
         return prepared
-    drawn = numbers("row budget", PARTITION_SEED, id).permutation(member.train)[:limit]
-    return _replace_member(prepared, id, replace(member, train=np.sort(drawn)))
+    train, unlabelled = (
+        np.sort(numbers("row budget", PARTITION_SEED, id).permutation(rows)[:limit])
+        for rows in (member.train, member.unlabelled)
+    )
+    return _replace_member(prepared, id, replace(member, train=train, unlabelled=unlabelled))
 
 
 def _without_test(prepared: Prepared, id: str) -> Prepared:
@@ -174,8 +177,7 @@ def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str)
             f"{join_names(classes)}",
             count=len(strange),
         )
-    out: NDArray[np.int64] = number[dataset.labels]
-    return out
+    return relabel(dataset.labels, number)
 
 
 def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> EmbeddedTable:
