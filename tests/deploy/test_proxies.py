@@ -88,6 +88,16 @@ def test_a_wrong_listening_address_is_refused_before_anything_is_written(tmp_pat
     assert not (tmp_path / "fed").exists()
 
 
+def test_the_doctor_names_a_listening_address_that_is_not_of_this_machine_and_a_wrong_proxy(tmp_path, monkeypatch):
+    create_kits(tmp_path / "fed", ["a"], "server.invalid", 443, listen="203.0.113.5:8443")
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://user:s3cret@proxy.example")
+    findings = {finding.check: finding for finding in check_folder(tmp_path / "fed" / "server")}
+    assert not findings["port"].ok and "cannot listen on 203.0.113.5:8443" in findings["port"].detail
+    for check in ("proxy", "from outside"):
+        assert not findings[check].ok and "HTTPS_PROXY must be" in findings[check].detail
+    assert "s3cret" not in str(findings)
+
+
 # Which proxy
 
 

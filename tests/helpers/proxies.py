@@ -75,7 +75,10 @@ def running_program(command, port, host="127.0.0.1"):
         yield
     finally:
         process.terminate()
-        process.wait(20)
+        with suppress(subprocess.TimeoutExpired):  # tinyproxy waits for its connections
+            process.wait(5)
+        process.kill()
+        process.wait()
         process.stdout.close()
 
 

@@ -24,6 +24,7 @@ from fedvlm.engines.client import (
     evaluation_rows,
     make_client,
     measure,
+    member_rows,
     predict,
     score_counts,
 )
@@ -46,7 +47,11 @@ def stack_clients(world: World, ids: Sequence[str], number: int) -> Client:
     bare = pad_clients([make_client(world, id, number, row_numbers) for id in ids])
     x, y = fill_rows(world, bare.y)
     val_x, val_y = fill_rows(world, bare.val_y)
-    return replace(bare, x=x, y=y, val_x=val_x, val_y=val_y)
+    stacked = replace(bare, x=x, y=y, val_x=val_x, val_y=val_y)
+    if not world.method.traits.training.unlabelled:
+        return stacked
+    rows = [torch.from_numpy(world.members[id].unlabelled) for id in ids]
+    return replace(stacked, unlabelled=fill_rows(world, pad_sequence(rows, batch_first=True, padding_value=-1))[0])
 
 
 def load_chunk(world: World, ids: Sequence[str]) -> World:
@@ -54,14 +59,15 @@ def load_chunk(world: World, ids: Sequence[str]) -> World:
     if world.file_rows is None:
         return world
     chunk_members = [world.members[id] for id in ids]
-    parts = [[member.train, member.validation, member.test, member.calibration] for member in chunk_members]
+    parts = [member_rows(member) for member in chunk_members]
     rows = np.sort(np.concatenate([part for splits in parts for part in splits]))
     rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's samples
     members = {
         id: ClientRows(*(np.searchsorted(rows, part) for part in splits)) for id, splits in zip(ids, parts, strict=True)
     }
     y = world.y[torch.from_numpy(rows)]
-    chunk_world = replace(world, x=world.file_rows.read(rows), y=y, members=members)
+    groups = None if world.groups is None else world.groups[torch.from_numpy(rows)]
+    chunk_world = replace(world, x=world.file_rows.read(rows), y=y, groups=groups, members=members)
     # as in the full world, not as these samples would give
     chunk_world.__dict__.update({"reference_x": world.reference_x, "has_many_clients": world.has_many_clients})
     return chunk_world
@@ -118,7 +124,7 @@ def measure_chunk(world: World, tasks: Sequence[Task], sent: Tensors, local: Ten
     """Return every client's scores with what it was sent; `sent` and `local` are stacked."""
     parts = [evaluation_rows(world, task.id) for task in tasks]
     logits = None
-    if world.frozen.multi_label:
+    if world.frozen.multi_label or (world.groups is not None and world.group_metrics != "image"):
         return [measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
     if not world.metrics and not local and all(tensor.stride(0) == 0 for tensor in sent.values()):
         logits = _predict_common(world, tasks[0].sent, parts)
@@ -218,6 +224,8 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Cli
     """Run a chunk; if it fails, run its clients one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam amplifies the rounding errors of a zero gradient.
     one_by_one = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
+    # Classes are counted in groups client by client.
+    one_by_one |= world.groups is not None and (world.method.traits.classes.min_class_samples or 1) > 1
     world = load_chunk(world, [task.id for task in tasks])
     if not tasks[0].trains or one_by_one:
         return {task.id: run_client(world, number, task) for task in tasks}

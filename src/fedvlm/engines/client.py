@@ -35,6 +35,8 @@ class Member(Protocol):
     def test(self) -> NDArray[np.int64]: ...
     @property
     def calibration(self) -> NDArray[np.int64]: ...
+    @property
+    def unlabelled(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,15 @@ class ClientRows:
     validation: NDArray[np.int64]
     test: NDArray[np.int64]
     calibration: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    unlabelled: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
+def member_rows(member: Member) -> list[NDArray[np.int64]]:
+    """Return the row numbers of a client's samples, as the fields of `ClientRows`."""
+    return [member.train, member.validation, member.test, member.calibration, member.unlabelled]
+
+
+GroupRule = Literal["image", "mean", "max"]
 Kind = Literal["none", "sign-flip", "scale", "label-flip", "noise", "collude"]
 
 
@@ -92,6 +101,7 @@ class TrainingTerms:
     channel: Channel = field(default_factory=Channel)  # between client and server
     metrics: bool = False  # measure every metric in every round, not only at the end
     attack: Attack | None = None  # by some of the clients, in a simulation
+    group_metrics: GroupRule = "image"  # measure every image, or each group by the mean or maximum of its logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +112,7 @@ class World(TrainingTerms):
     y: Tensor  # (samples,), or (samples, findings) with several findings per image
     members: Mapping[str, Member]
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    groups: Tensor | None = None  # (samples,) number of the patient, lesion or slide, if the data have groups
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # of clients that bring class descriptions of their own
     secret_noise: bool = False  # noise from the system's entropy instead of the seed, at a deployed site
     details: bool = False  # report the last scores sample by sample; never at a deployed site
@@ -225,7 +236,7 @@ def gather_rows(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
 def client_world(world: World, id: str) -> World:
     """Return the world as one client has it: no sample of another client but the public reference."""
     member = world.members[id]
-    parts = (member.train, member.validation, member.test, member.calibration, world.reference)
+    parts = (*member_rows(member), world.reference)
     rows = np.concatenate(parts)
     places = np.split(np.arange(len(rows)), np.cumsum([len(part) for part in parts])[:-1])
     x, y = gather_rows(world, rows)
@@ -233,8 +244,9 @@ def client_world(world: World, id: str) -> World:
         world,
         x=x,
         y=y,
-        members={id: ClientRows(*places[:4])},
-        reference=places[4],
+        groups=None if world.groups is None else world.groups[torch.from_numpy(rows)],
+        members={id: ClientRows(*places[:-1])},
+        reference=places[-1],
         texts={id: world.texts[id]} if id in world.texts else {},
     )
 
@@ -250,6 +262,7 @@ def make_client(world: World, id: str, number: int, take: GatherRows = gather_ro
         _reference_order(world, id, number, order),
         world.texts.get(id, torch.zeros(len(world.frozen.classes), 0, world.frozen.dim)),
         _noise(world, id, number, len(order)),
+        *([take(world, member.unlabelled)[0]] if world.method.traits.training.unlabelled else []),
     )
 
 
@@ -257,9 +270,10 @@ def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
     count = world.noise_size
     if not count:
         return torch.zeros(steps, 0)
+    share: float = world.channel.honest**-0.5  # of the noise in a verified sum
     if world.secret_noise:
-        return privacy.secure_normal(steps, count)
-    return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
+        return share * privacy.secure_normal(steps, count)
+    return share * torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
 
 
 def channel_noise(world: World, id: str, number: int) -> privacy.Draw:
@@ -318,26 +332,79 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     """
     val_rows, test = evaluation_rows(world, id)
     rows = np.concatenate([val_rows, test])
-    y = world.y[torch.from_numpy(rows)]
-    logits = predict(world, sent, local, rows)
+    logits, y, n_val = predict(world, sent, local, rows), world.y[torch.from_numpy(rows)], len(val_rows)
+    groups = None if world.groups is None else world.groups[torch.from_numpy(rows)]
+    (val_logits, val_y), (test_logits, test_y) = (
+        (logits[part], y[part]) for part in (slice(n_val), slice(n_val, None))
+    )
+    test_groups = None if groups is None else groups[n_val:]
+    if groups is not None and world.group_metrics != "image":
+        val_logits, val_y = pool_groups(val_logits, val_y, groups[:n_val], world.group_metrics)
+        test_logits, test_y = pool_groups(test_logits, test_y, groups[n_val:], world.group_metrics)
+        test_groups = None
+    is_final = last and not world.has_many_clients
     if world.frozen.multi_label:
-        with_metrics = world.metrics or (last and not world.has_many_clients)
-        split_logits, split_y = ((values[: len(val_rows)], values[len(val_rows) :]) for values in (logits, y))
-        return measure_findings(split_logits, split_y, with_metrics, last and world.details)
-    is_correct = logits.argmax(dim=1) == y
-    loss = torch.nn.functional.cross_entropy(logits[: len(val_rows)], y[: len(val_rows)])
-    n_correct = [int(is_correct[: len(val_rows)].sum()), int(is_correct[len(val_rows) :].sum())]
-    scores = score_counts(loss.item(), [len(val_rows), len(test)], n_correct)
-    last = last and not world.has_many_clients
-    if len(test) and (last or world.metrics):
-        p, truth = logits[len(val_rows) :].softmax(dim=1), y[len(val_rows) :]
-        scores |= {key: score for key, score in compute_metrics(p, truth).items() if key != "accuracy"}
-        if last:
-            scores |= diagram_data(p, truth)
+        with_metrics = world.metrics or is_final
+        scores = measure_findings((val_logits, test_logits), (val_y, test_y), with_metrics, last and world.details)
+        if is_final and world.details:  # correct predictions are listed by known label, and belong to an image or group
+            units = torch.arange(len(test_y)) if test_groups is None else test_groups
+            scores["groups"] = _number_groups(units[:, None].expand(test_y.shape)[test_y >= 0])
+        return scores
+    loss = torch.nn.functional.cross_entropy(val_logits, val_y)
+    n_correct = [
+        int((part.argmax(dim=1) == truth).sum()) for part, truth in ((val_logits, val_y), (test_logits, test_y))
+    ]
+    scores = score_counts(loss.item(), [len(val_y), len(test_y)], n_correct)
+    if len(test_y) and (is_final or world.metrics):
+        p = test_logits.softmax(dim=1)
+        scores |= {key: score for key, score in compute_metrics(p, test_y).items() if key != "accuracy"}
+        if is_final:
+            scores |= diagram_data(p, test_y)
             own_classes = torch.from_numpy(np.unique(world.y.numpy()[world.members[id].train]))
             if 0 < len(own_classes) < p.shape[1]:
-                named = own_classes[logits[len(val_rows) :][:, own_classes].argmax(dim=1)]
-                scores["own_class_hits"] = int((named == truth).sum())
-        if last and world.details:
-            scores |= prediction_details(p, truth)
+                named = own_classes[test_logits[:, own_classes].argmax(dim=1)]
+                scores["own_class_hits"] = int((named == test_y).sum())
+        if is_final and world.details:
+            scores |= prediction_details(p, test_y)
+            scores |= {} if test_groups is None else {"groups": _number_groups(test_groups)}
     return scores
+
+
+def _number_groups(groups: Tensor) -> list[int]:
+    """Number groups anew from 0, so that the bootstrap can resample them."""
+    numbers: list[int] = torch.unique(groups, return_inverse=True)[1].tolist()
+    return numbers
+
+
+def pool_groups(logits: Tensor, y: Tensor, groups: Tensor, rule: GroupRule) -> tuple[Tensor, Tensor]:
+    """Return one row of logits and one label per group; a finding is present if any of its images has it."""
+    names, place = torch.unique(groups, return_inverse=True)
+    index = place.reshape(-1, *[1] * (logits.ndim - 1)).expand_as(logits)
+    empty = logits.new_zeros(len(names), *logits.shape[1:])
+    pooled = empty.scatter_reduce(0, index, logits, "mean" if rule == "mean" else "amax", include_self=False)
+    labels = y.new_full((len(names), *y.shape[1:]), -1)
+    label_index = place.reshape(-1, *[1] * (y.ndim - 1)).expand_as(y)
+    labels = labels.scatter_reduce(0, label_index, y, "amax")
+    return pooled, labels
+
+
+def limit_small_classes(world: World, id: str, client: Client) -> Client:
+    """Leave out of an upload what comes from too few groups: a patient with 40 images counts once.
+
+    A method counts samples by itself; here the samples of a class with too few groups get no label.
+    """
+    minimum = world.method.traits.classes.min_class_samples or 1
+    if world.groups is None or minimum <= 1:
+        return client
+    groups = world.groups[torch.from_numpy(world.members[id].train)]
+    labels = client.y if client.y.ndim == 2 else client.y[:, None]
+    kept = []
+    for column in labels.unbind(1):
+        pairs = torch.unique(torch.stack([column, groups], dim=1), dim=0)
+        counts = pairs[pairs[:, 0] >= 0, 0].bincount(minlength=1 + max(0, int(column.max())))
+        kept.append(torch.where(counts[column.clamp(min=0)] >= minimum, column, -1))
+    y = torch.stack(kept, dim=1) if client.y.ndim == 2 else kept[0]
+    order = client.order
+    if y.ndim == 1:
+        order = torch.where(y[order.clamp(min=0)] >= 0, order, -1)
+    return replace(client, y=y, order=order)

@@ -6,7 +6,16 @@ from contextlib import contextmanager
 
 import torch
 
-from fedvlm.engines.client import ClientReply, RoundReplies, Task, TrainingTerms, World, make_client, measure
+from fedvlm.engines.client import (
+    ClientReply,
+    RoundReplies,
+    Task,
+    TrainingTerms,
+    World,
+    limit_small_classes,
+    make_client,
+    measure,
+)
 from fedvlm.engines.placement import with_resident_rows
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import release_memory
@@ -52,7 +61,10 @@ def run_client(world: World, number: int, task: Task) -> ClientReply:
         if not task.trains:
             return ClientReply(None, task.local_tensors, scores, rows)
         upload, local = world.method.update(
-            world.frozen, task.sent, task.local_tensors, make_client(world, task.id, number)
+            world.frozen,
+            task.sent,
+            task.local_tensors,
+            limit_small_classes(world, task.id, make_client(world, task.id, number)),
         )
         if "image tower" in world.method.traits.needs:
             release_memory()

@@ -1,4 +1,4 @@
-"""Test differences between runs for significance: paired bootstrap over seeds and test samples.
+"""Test differences between runs for significance: paired bootstrap over seeds and test samples (or patients).
 
 Two runs of the same samples, clients and seeds are compared sample by sample, so that a sample's difficulty cancels
 out. A column of a table is a weighted mean of accuracies, so a difference is a sum over clients of mean differences of
@@ -8,6 +8,7 @@ samples, and samples are resampled within each client.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,18 @@ BOOTSTRAP_DRAWS = 4000
 ERROR_RATE = 0.05  # of a confidence interval
 
 
-def weighted_correct(weights: Weights, correct: Mapping[Cell, NDArray[np.bool_]]) -> Contributions:
+def sum_by_group(is_correct: NDArray[np.bool_], groups: Sequence[int] | None) -> NDArray[np.float64]:
+    """Return what the bootstrap resamples: correct samples, or with groups their sums, with the same mean.
+
+    The images of a patient are alike, so that an interval over images would be too narrow.
+    """
+    if groups is None:
+        return is_correct.astype(np.float64)
+    sums = np.bincount(np.asarray(groups, np.int64), weights=is_correct)
+    return np.asarray(sums * len(sums) / len(is_correct), np.float64)
+
+
+def weighted_correct(weights: Weights, correct: Mapping[Cell, NDArray[Any]]) -> Contributions:
     """Weight the correct predictions of one seed; a column is the sum over clients of their means."""
     out: dict[str, NDArray[np.float64]] = {}
     for (training, id), weight in weights.items():

@@ -20,7 +20,7 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
 from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
-from fedvlm.data.table import EmbeddedTable, pattern_names, rank_digests
+from fedvlm.data.table import UNLABELLED, EmbeddedTable, pattern_names, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
 from fedvlm.engines.placement import with_device
@@ -145,7 +145,8 @@ class Prepared:
             **{**vars(terms), "method": with_device(terms.method, self.settings.device)},
             x=self.rows.view(self.settings.method.traits.needs),
             y=label_tensor(self.rows),
-            members=members,
+            groups=group_numbers(self.rows),
+            members=with_test_samples(members) if self.settings.transductive else members,
             reference=reference,
             texts=texts,
             details=True,
@@ -232,6 +233,14 @@ def with_calibration(clients: Clients) -> Clients:
     return clients if clients.calibration_ratio is not None else replace(clients, calibration_ratio=CALIBRATION_RATIO)
 
 
+def with_test_samples(members: Mapping[str, ClientSplit]) -> dict[str, ClientSplit]:
+    """Return the clients with their test samples also as samples without a label."""
+    return {
+        id: replace(member, unlabelled=np.sort(np.concatenate([member.unlabelled, member.test])))
+        for id, member in members.items()
+    }
+
+
 def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
     """Return one client with the training and validation samples of all, and no test samples."""
     train, validation = (
@@ -250,7 +259,8 @@ def prepare_client(
     settings: Settings, rows: EmbeddedTable, id: str, seed: int, frozen: Frozen | None = None
 ) -> Prepared:
     """Prepare a single client, whose samples need not be of every class."""
-    present, labels = np.unique(rows.labels, return_inverse=True)
+    present = np.unique(rows.labels[rows.labels >= 0])
+    labels = np.where(rows.labels < 0, UNLABELLED, np.searchsorted(present, rows.labels))
     names = rows.classes if rows.findings is None else pattern_names(rows.findings, rows.classes)
     classes = tuple(names[i] for i in present)
     client_column = np.full(len(labels), id)
@@ -268,7 +278,9 @@ def terms_of(settings: Settings, frozen: Frozen, seed: int) -> TrainingTerms:
     metrics = settings.rules().every_round
     attack = attack_of(settings)
     method = method_for(settings.method, frozen)
-    return TrainingTerms(method, frozen, seed, settings.channel, metrics=metrics, attack=attack)
+    return TrainingTerms(
+        method, frozen, seed, settings.channel, metrics=metrics, attack=attack, group_metrics=settings.group_metrics
+    )
 
 
 def method_for(method: Method, frozen: Frozen) -> Method:
@@ -281,6 +293,16 @@ def label_tensor(rows: EmbeddedTable) -> Tensor:
     if rows.findings is None:
         return torch.from_numpy(rows.labels)
     return torch.from_numpy(rows.findings[rows.labels].astype(np.int64))
+
+
+def group_numbers(rows: EmbeddedTable) -> Tensor | None:
+    """Return (samples,) the number of each sample's group; a sample without a group is one of its own."""
+    if rows.groups is None:
+        return None
+    alone = np.char.add("\x1f", np.arange(len(rows.groups)).astype(np.str_))  # no group name begins with this character
+    return torch.from_numpy(
+        np.unique(np.where(rows.groups == "", alone, rows.groups), return_inverse=True)[1].reshape(-1)
+    )
 
 
 def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
@@ -339,12 +361,14 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
             f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
             "encode these samples again, or leave them out"
         )
+    if settings.group_metrics != "image":
+        _check_group_classes(settings, rows)
     if rows.findings is not None:
         _check_findings(settings)
     elif len(rows.classes) < 2:
         raise DataError(f"there is only one class, {rows.classes[0]!r}; a classifier needs at least two")
     n_labels = len(rows.classes if rows.findings is None else rows.findings)
-    outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < n_labels]
+    outside = [i for i in np.unique(rows.labels).tolist() if not UNLABELLED <= i < n_labels]
     if outside:
         raise DataError(
             f"label {outside[0]} must be from 0 to {n_labels - 1}, as there are {n_labels} classes; "
@@ -359,6 +383,24 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     if settings.warm_start is not None:
         check_needs(settings.warm_start, rows.encoder, rows.offers())
         check_warm_start(settings.warm_start, settings.method, frozen)
+
+
+def _check_group_classes(settings: Settings, rows: EmbeddedTable) -> None:
+    """Refuse metrics by group without groups, or where a group has images of several classes."""
+    rule, groups = settings.group_metrics, group_numbers(rows)
+    if groups is None:
+        raise SettingsError(
+            f'group_metrics = "{rule}" needs groups, and the data have none; add a column group (a patient, a slide), '
+            'or set group_metrics = "image"'
+        )
+    if rows.findings is None:
+        pairs = np.unique(np.stack([groups.numpy(), rows.labels]), axis=1)[0]
+        if len(several := pairs[1:][pairs[1:] == pairs[:-1]]):
+            first = int(np.flatnonzero(groups.numpy() == several[0])[0])
+            raise DataError(
+                f'group_metrics = "{rule}" needs one class per group, and the group of row {first} has images of '
+                'several classes; correct its labels, or set group_metrics = "image"'
+            )
 
 
 def _check_findings(settings: Settings) -> None:

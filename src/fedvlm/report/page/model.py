@@ -17,7 +17,14 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.metrics import METRICS, mean_and_std, unpack_correct
 from fedvlm.evaluate.protocols import contract
-from fedvlm.evaluate.statistics import Cell, Contributions, Difference, compare_with_best, weighted_correct
+from fedvlm.evaluate.statistics import (
+    Cell,
+    Contributions,
+    Difference,
+    compare_with_best,
+    sum_by_group,
+    weighted_correct,
+)
 from fedvlm.maths import orthogonal
 from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
@@ -256,14 +263,15 @@ def _sample_scores(run: Run, trainings: Trainings, column: str) -> list[Contribu
         return []
     out = []
     for by_name in trainings.values():
-        correct: dict[Cell, NDArray[np.bool_]] = {}
+        correct: dict[Cell, NDArray[np.float64]] = {}
         members: dict[str, tuple[list[str], list[str]]] = {}
         for training, outcome in by_name.items():
             tested = {id: client for id, client in outcome["scores"].items() if client["test_rows"]}
             if any("hits" not in client for client in tested.values()):
                 return []
             for id, client in tested.items():
-                correct[training, id] = unpack_correct(client["hits"], client["test_rows"])
+                is_correct = unpack_correct(client["hits"], client["test_rows"])
+                correct[training, id] = sum_by_group(is_correct, client.get("groups"))
             train, unseen = ([id for id in outcome[key] if id in tested] for key in ("train", "unseen"))
             members[training] = (train, unseen)
         weights = protocols.make_protocol(run["identity"]["protocol"]).weights(members, True).get(column)
