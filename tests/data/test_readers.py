@@ -60,7 +60,7 @@ def test_a_parquet_manifest_equals_the_csv(tmp_path):
         (["path,label", "../a/1.png,dog"], r"row 1 names '\.\./a/1.png', which is not below"),
         (["path,label", "/a/1.png,dog"], "row 1 names '/a/1.png', which is not below"),
         (["path,label", "a/1.png,dog", "a/9.png,cat"], "row 2 names 'a/9.png', which is not there"),
-        (["path,label", "a/1.png,"], "a/1.png has no label"),
+        (["path,label", "a/1.png,"], "no image has a label, as a/1.png"),
         (["path,label", "a/1.png"], "row 1 has 1 cells and the header 2"),
         (["path,label,split", "a/1.png,dog,dev"], "a/1.png has the split 'dev'"),
         (["path,label", "a/1.png,Dog", "a/2.png,dog"], "differ only in case"),

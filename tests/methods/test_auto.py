@@ -9,6 +9,7 @@ from fedvlm.core import make
 from fedvlm.engines.client import make_client
 from fedvlm.maths.head_mixing import CANDIDATE_WEIGHTS, MixPrior, mix_client, trust_in_shared
 from fedvlm.maths.logistic_regression import CURVATURE, MAX_SAMPLE_LOSS, RELATIVE_RIDGES, Head, split_head
+from fedvlm.maths.unlabelled import Labelled
 from fedvlm.methods._logistic import zero_shot_head
 from fedvlm.testing import toy_world, train_toy
 
@@ -108,9 +109,8 @@ def test_a_poisoned_shared_head_does_not_take_a_client_with_validation_samples_a
     poisoned = Head(-2 * sent["weight"].double(), -2 * sent["bias"].double())
     half = len(client.val_y) // 2
     zero = split_head(torch.zeros(4, 17, dtype=torch.float64))
-    mix = mix_client(
-        poisoned, zero, client.x.double(), client.y, client.val_x[:half].double(), client.val_y[:half], MixPrior()
-    )
+    labelled = Labelled(client.x.double(), client.y, client.val_x[:half].double(), client.val_y[:half])
+    mix = mix_client(poisoned, zero, labelled, torch.zeros(0, 16), MixPrior())
     alone = make("alone")
     local = alone.adapt(world.frozen, {}, alone.init(world.frozen)[1], client)
     test_x, test_y = client.val_x[half:], client.val_y[half:]
@@ -123,7 +123,9 @@ def test_weights_of_the_parts_are_reported():
     world = made_world()
     outcome = train_toy(world)
     described = world.method.describe(world.frozen, {}, outcome.local["client-0"])
-    assert list(described) == ["weight of shared head", "weight of local head", "weight of class frequencies"]
+    assert list(described) == [
+        f"weight of {part}" for part in ("shared head", "local head", "class frequencies", "unlabelled images")
+    ]
 
 
 def attacked(method, frozen, clients, change):
@@ -174,7 +176,8 @@ def test_a_shared_head_is_trusted_unless_the_samples_speak_against_it():
     sent = fit(world.method, world.frozen, clients_of(world))[0]
     good = Head(sent["weight"].double(), sent["bias"].double())
     bad = Head(-2 * good.weight, -2 * good.bias)
-    x, y = client.x.double(), client.y
-    assert trust_in_shared(good, start, x, y, prior) == 1
-    assert trust_in_shared(bad, start, x, y, prior) < 1e-6
-    assert trust_in_shared(bad, start, x, torch.full_like(y, -1), prior) == 1
+    labelled = Labelled(client.x.double(), client.y, client.val_x.double(), client.val_y)
+    nothing = labelled._replace(y=torch.full_like(client.y, -1), val_y=torch.full_like(client.val_y, -1))
+    assert trust_in_shared(good, start, labelled, prior) == 1
+    assert trust_in_shared(bad, start, labelled, prior) < 1e-6
+    assert trust_in_shared(bad, start, nothing, prior) == 1

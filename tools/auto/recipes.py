@@ -7,6 +7,7 @@ import torch
 from fedvlm.core import Client, Frozen
 from fedvlm.maths.head_mixing import MixPrior, mix_client
 from fedvlm.maths.logistic_regression import Head, split_head
+from fedvlm.maths.unlabelled import Labelled
 from fedvlm.methods._logistic import zero_shot_head
 
 
@@ -21,8 +22,8 @@ class Recipe:
         if self.prior is None:
             return shared
         start = split_head(zero_shot_head(frozen).double())
-        x, val_x = client.x.double(), client.val_x.double()
-        return mix_client(shared, start, x, client.y, val_x, client.val_y, self.prior).head
+        labelled = Labelled(client.x.double(), client.y, client.val_x.double(), client.val_y)
+        return mix_client(shared, start, labelled, client.unlabelled.double(), self.prior).head
 
 
 SHIPPED = Recipe("as shipped", MixPrior())

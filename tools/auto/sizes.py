@@ -1,6 +1,7 @@
 """Compare auto with its parts at clients of 1, 2, 4, ... samples, without a sample that a reported seed tests.
 
 python -m tools.auto.sizes --stores FOLDER --seeds 2 [--sets demo] [--recipes]
+python -m tools.auto.sizes --stores FOLDER --seeds 2 --plot docs/pictures/auto-sizes.svg
 The shared head is trained as in tools.auto.choose. Clients of each size are then drawn from samples that did not train
 it: of an unseen client, or half of the test samples and the validation samples of one that trained. A quarter of the
 drawn samples is for validation. What is left for testing judges.
@@ -94,6 +95,31 @@ def lines(found: dict[str, list[Accuracies]], name: str) -> Iterator[str]:
         yield f"| {data} | " + " | ".join(cells) + " |"
 
 
+def plot(found: dict[str, list[Accuracies]], path: Path) -> None:
+    """Draw what ships less the shared head and less zero-shot over the samples of a client, one panel a set."""
+    from matplotlib import pyplot
+
+    columns = 4
+    figure, axes = pyplot.subplots(-(-len(found) // columns), columns, figsize=(12, 9), squeeze=False)
+    for panel, (data, trainings) in zip(axes.flat, found.items(), strict=False):
+        for other, style in ((SHARED, "o-"), (ZERO_SHOT, "o--")):
+            by_size = {
+                size: difference([heads[size] for heads in trainings if size in heads], SHIPPED.name, other)
+                for size in SIZES
+            }
+            points = {size: gap for size, gap in by_size.items() if gap is not None}
+            panel.plot(list(points), list(points.values()), style, label=f"less {other}")
+        panel.axhline(-0.3, color="grey", linewidth=0.5)
+        panel.set(title=data, xscale="log")
+    for panel in axes.flat[len(found) :]:
+        panel.axis("off")
+    axes.flat[0].legend()
+    figure.supxlabel("samples of a client")
+    figure.supylabel("accuracy of auto, difference in points")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def difference(values: list[dict[str, float]], name: str, other: str) -> float | None:
     """Return the mean difference of two heads; None where one is missing."""
     gaps = [heads[name] - heads[other] for heads in values if other in heads]
@@ -106,6 +132,7 @@ def main() -> None:
     ask.add_argument("--work", type=Path, default=Path("runs/auto-sizes"))
     ask.add_argument("--seeds", type=int, default=2)
     ask.add_argument("--sets", default="", help="part of a name; all by default")
+    ask.add_argument("--plot", type=Path, help="draw what was measured, and measure nothing")
     ask.add_argument("--recipes", action="store_true", help="a table for every recipe, not only what ships")
     args = ask.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -117,6 +144,8 @@ def main() -> None:
             continue
         for seed in range(FIRST, FIRST + args.seeds):
             path = args.work / f"{file_name(name)}-{len(recipes)}-{seed}.json"
+            if not path.exists() and args.plot:
+                continue
             if not path.exists():
                 prepared, here = prepared_of(untested(opened(), seed), {"name": "auto"}, seed), []
                 for world, training, shared in trained_worlds(prepared):
@@ -128,6 +157,8 @@ def main() -> None:
                 print(f"{name}, seed {seed}", flush=True)
             stored = json.loads(path.read_text())
             found.setdefault(name, []).extend({int(size): heads for size, heads in one.items()} for one in stored)
+    if args.plot:
+        plot(found, args.plot)
     for recipe in recipes:
         print("\n".join(lines(found, recipe.name)))
 

@@ -1,8 +1,10 @@
 """What tools.auto.measure found, as Markdown: accuracies, paired differences, and what it costs.
 
 python -m tools.auto.table --stores FOLDER [--work FOLDER]
+python -m tools.auto.table --stores FOLDER --work FOLDER --before FOLDER
 A row is over the seeds that auto has; a method without all of them is left out. Intervals are where
-95 % of bootstrap draws over seeds and test rows have the difference.
+95 % of bootstrap draws over seeds and test rows have the difference. `--before` has measurements of an older auto, and
+the table is of auto before and after, by the seeds that both have.
 """
 
 import argparse
@@ -107,11 +109,35 @@ def against(columns: list[dict[str, float]], reference: str) -> str:
     return f"auto less {reference}: {mean:+.2f} on average over {len(differences)} columns, below in {worse}"
 
 
+def before_and_after(names: list[str], before: Path, after: Path) -> Iterator[str]:
+    """Lines of a table of two versions of auto: accuracies, and the paired difference."""
+    yield "| data | column | seeds | before | after | difference |"
+    yield "|---" * 6 + "|"
+    gaps = []
+    for name in names:
+        old, new = (found_in(folder, name).get("auto", {}) for folder in (before, after))
+        seeds = sorted(set(old) & set(new))
+        for column in ("unseen", "own"):
+            pair = [groups_of({"auto": {seed: runs[seed] for seed in seeds}}, column) for runs in (old, new)]
+            if seeds and all("auto" in groups for groups in pair):
+                first, second = (groups["auto"] for groups in pair)
+                gap, low, high = interval(second, first)
+                gaps.append(gap)
+                accuracies = " | ".join(f"{100 * mean_accuracy(groups):.1f}" for groups in (first, second))
+                yield f"| {name} | {column} | {len(seeds)} | {accuracies} | {gap:+.2f} [{low:+.2f}, {high:+.2f}] |"
+    if gaps:
+        yield f"| mean of {len(gaps)} columns | | | | | {np.mean(gaps):+.2f}, lowest {min(gaps):+.2f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stores", type=Path, default=Path("stores"))
     parser.add_argument("--work", type=Path, default=Path("runs/auto"))
+    parser.add_argument("--before", type=Path)
     args = parser.parse_args()
+    if args.before:
+        print("\n".join(before_and_after([name for name, _ in every(args.stores, args.work)], args.before, args.work)))
+        return
     sets = dict(every(args.stores, args.work))
     every_set = {name: found_in(args.work, name) for name in sets}
     print("| data | column | seeds | chance | " + " | ".join(METHODS) + " | auto - best other |")

@@ -10,7 +10,7 @@ import torch
 
 from fedvlm.classifier.personalised import Personalised, unseen_classifier
 from fedvlm.data.clients import Clients
-from fedvlm.data.table import EmbeddedTable
+from fedvlm.data.table import EmbeddedTable, relabel
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import make_client
 from fedvlm.errors import DataError, SettingsError, unknown_name
@@ -75,7 +75,7 @@ def join(
     def accuracy_of(classifier: Personalised) -> float:
         return float((classifier.logits(rows.x[test_rows]).argmax(dim=1) == labels[test_rows]).float().mean())
 
-    n_train = len(rows.labels) - len(test_rows) - prepared.partition.dropped
+    n_train = sum(len(part) for part in (client_split.train, client_split.validation, client_split.calibration))
     return JoinResult(personal, adapted, n_train, len(test_rows), accuracy_of(personal), accuracy_of(common))
 
 
@@ -104,7 +104,7 @@ def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
         if name not in classes:
             raise unknown_name("class of the run", name, classes)
     number = np.array([classes.index(name) for name in rows.classes])
-    return replace(rows, classes=classes, labels=number[rows.labels])
+    return replace(rows, classes=classes, labels=relabel(rows.labels, number))
 
 
 def prepare_joiner(run: Record, rows: EmbeddedTable, id: str, common: Personalised, train_fraction: float) -> Prepared:

@@ -19,7 +19,7 @@ from fedvlm.encoders.images import prepare
 from fedvlm.encoders.store import STORE_SUFFIXES, read_unlabelled
 from fedvlm.errors import DataError, join_names, suggest_path
 from fedvlm.evaluate.metrics import compute_metrics, prediction_details
-from fedvlm.runner.load import open_data
+from fedvlm.runner.load import open_data, subset_dataset
 
 BATCH_SIZE = 32
 SCORE_NOTE = "the classifier does not know its training images; accuracy on those is too high, so leave them out"
@@ -236,6 +236,7 @@ def score(
     classifier = Personalised.from_pretrained(folder, encoder)
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})
+    dataset = subset_dataset(dataset, np.flatnonzero(dataset.labels >= 0))
     predictions = predict_sources(classifier, [(dataset.source, "")], encoder, access, progress, Options(coverage))
     number = match_classes(dataset.classes, predictions.classes)
     if -1 in number:

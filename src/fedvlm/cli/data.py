@@ -103,6 +103,9 @@ def partition(
     ids = list(client_partition.clients)
     body = [[id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)]
     typer.echo(render_table(["client", *rows.classes, "all"], body, "text"), nl=False)
+    unlabelled = {id: len(client.unlabelled) for id, client in client_partition.clients.items()}
+    if any(unlabelled.values()):
+        typer.echo("without a label: " + ", ".join(f"{id} {count}" for id, count in unlabelled.items()))
     if client_partition.dropped:
         typer.echo(f"{client_partition.dropped} duplicate images were dropped from the later split")
     if near_duplicates:

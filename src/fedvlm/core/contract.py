@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from fedvlm.tensors import Tensors
@@ -79,6 +80,9 @@ class LazyRows(Protocol):
     def take(self, index: Any) -> "LazyRows": ...
 
 
+NO_ROWS = torch.zeros(0, 0)
+
+
 @dataclass(frozen=True)
 class Client:
     """One client's samples and this round's minibatches; engines may add a leading client axis.
@@ -97,6 +101,7 @@ class Client:
     reference_order: Tensor  # (steps, batch) reference samples by row number, -1 where there is none
     texts: Tensor  # (classes, texts, dim) the client's own descriptions, zeros where there are fewer
     noise: Tensor  # (steps, values) standard normal, as many as the method's `noise` says
+    unlabelled: Any = NO_ROWS  # (samples, ...) own samples without a label, for methods with this trait; 0 is padding
 
 
 class Batch(NamedTuple):
@@ -123,6 +128,7 @@ class TrainingTraits:
     reference: Literal["public", "target"] | None = documented(
         None, "unlabelled samples that come as `batch.reference` (a setting)"
     )
+    unlabelled: bool = documented(False, "a client's own samples without a label come as `client.unlabelled`")
     tunable: tuple[str, ...] | None = documented(
         None, "settings worth tuning on validation samples; None: `lr`, where there is a `loss`"
     )

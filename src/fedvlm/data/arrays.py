@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.table import (
+    UNLABELLED,
     EmbeddedTable,
     check_class_names,
     check_scale,
@@ -33,23 +34,30 @@ def are_arrays(clients: Any) -> bool:
 
 
 def from_arrays(
-    clients: Mapping[str, tuple[Any, Any]],
+    clients: Mapping[str, Sequence[Any]],
     classes: Sequence[str] | None = None,
     text: Any = None,
     scale: float = 100.0,
 ) -> EmbeddedTable:
     """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 
+    A third array of a client are embeddings of its samples without a label.
     `text` (classes, dim) are embeddings of the class names, if there is a text tower, and `scale` its logit scale.
     Labels (samples, findings) of 0, 1 and NaN (unknown) are several findings per image; then `text` is
     (findings, 2, dim), for images without and with the finding.
     """
     for id, pair in clients.items():
-        if len(pair) != 2:
-            raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give the pair (x, y)")
-    pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair) for id, pair in clients.items()}
+        if len(pair) not in (2, 3):
+            raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give (x, y), or (x, y, unlabelled_x)")
+    pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair[:2]) for id, pair in clients.items()}
+    unlabelled = {
+        str(id): _check_matrix(f"client {str(id)!r}, unlabelled", arrays[2])
+        for id, arrays in clients.items()
+        if len(arrays) == 3 and len(arrays[2])
+    }
     labels_by_client = {id: y for id, (_, y) in pairs.items()}
     dims = {id: x.shape[1] for id, (x, _) in pairs.items()}
+    dims |= {f"{id}, unlabelled": x.shape[1] for id, x in unlabelled.items()}
     if len(set(dims.values())) > 1:
         raise DataError(f"the clients' embeddings are of unequal length, {dims}; use one encoder")
     dim = next(iter(dims.values()))
@@ -75,8 +83,16 @@ def from_arrays(
         labels = np.concatenate([label_ids(f"client {id!r}", y, class_names) for id, y in labels_by_client.items()])
     if text_vectors is not None and len(text_vectors) != len(class_names):
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
-    x = torch.cat([x for x, _ in pairs.values()])
-    owners = string_column([id for id, y in labels_by_client.items() for _ in y], len(x))
+    if unlabelled and is_multi:
+        raise DataError(
+            f"client {next(iter(unlabelled))!r} has a third array, of samples without a label, beside several findings "
+            "per image; give these samples in x, and NaN (unknown) in y"
+        )
+    x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
+    labels = np.concatenate([labels, np.full(len(x) - len(labels), UNLABELLED)])
+    owners = string_column(
+        [id for part in (labels_by_client, unlabelled) for id, rows in part.items() for _ in rows], len(x)
+    )
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
@@ -100,6 +116,13 @@ def from_arrays(
     )
 
 
+def _check_matrix(context: str, x: Any) -> Tensor:
+    values = _tensor(context, x)
+    if values.ndim != 2:
+        raise DataError(f"{context} has embeddings of shape {tuple(values.shape)}; it takes (samples, dim)")
+    return _unit(context, values)
+
+
 def _join_findings(labels: Mapping[str, NDArray[Any]], classes: Sequence[str] | None) -> NDArray[np.float64]:
     widths = {id: y.shape[1] for id, y in labels.items()}
     if len(set(widths.values())) > 1:
@@ -111,9 +134,7 @@ def _join_findings(labels: Mapping[str, NDArray[Any]], classes: Sequence[str] | 
 
 
 def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
-    values = _tensor(context, x)
-    if values.ndim != 2:
-        raise DataError(f"{context} has embeddings of shape {tuple(values.shape)}; it takes (samples, dim)")
+    values = _check_matrix(context, x)
     labels = check_labels(context, y) if np.ndim(y) < 2 else _tensor(context, y).double().numpy()
     if len(labels) != len(values) or labels.ndim > 2:
         raise DataError(
@@ -121,7 +142,7 @@ def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
         )
     if not len(values):
         raise DataError(f"{context} has no samples; give it some, or leave it out")
-    return _unit(context, values), labels
+    return values, labels
 
 
 def _tensor(context: str, values: Any) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedvlm.data.readers import GROUP, call_reader, detect_kind, kinds
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, to_nfc
+from fedvlm.data.table import Dataset, relabel, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.plugins import load_outside
 
@@ -167,7 +167,7 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
             f"the classes of {place} are not those of {entry.name} ({len(ordered)} classes): "
             f"{' and '.join(problems)}; get it from {entry.home}"
         )
-    labels = np.array([number.get(key, -1) for key in class_keys], dtype=np.int64)[data.labels]
+    labels = relabel(data.labels, np.array([number.get(key, -1) for key in class_keys], dtype=np.int64))
     selected = np.flatnonzero(labels >= 0)
     spelled = {_plain(name): name for name in entry.domains}
     domains = [spelled.get(plain(name), name) for name in data.domains[selected].tolist()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedvlm.data import sources
 from fedvlm.data.splits import SPLIT_ALIASES
-from fedvlm.data.table import Dataset, Source, tabulate, to_nfc
+from fedvlm.data.table import UNLABELLED_FOLDER, Dataset, Source, tabulate, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
 
 LAYOUT_LEVELS = ("class", "domain", "client", "split", "*")
@@ -17,7 +17,7 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
 
     The layout names the folders from the top to the images; `*` is a folder without a meaning. Without a layout it is
     guessed: one level is the class, two are domain and class, and a top level of train and test is the split. A single
-    folder around everything is skipped.
+    folder around everything is skipped. Images in a folder `unlabelled` in place of a class have no label.
     """
     root = Path(path)
     if root.is_dir():
@@ -52,7 +52,8 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
         inside = [folder for folder in folders if not skipped or _top(folder) in tops]
         _check_empty(root, columns["class"], inside, skipped + levels.index("class"))
     optional = (columns.get(level) for level in ("domain", "client", "split"))
-    table = tabulate(root.stem, source, columns["class"], classes, *optional)
+    labels = ["" if name == UNLABELLED_FOLDER else name for name in columns["class"]]
+    table = tabulate(root.stem, source, labels, classes, *optional)
     notes = [
         *_swap_note(root, levels, table, layout is not None),
         *_ignored_notes(root, files, folders, levels, skipped),

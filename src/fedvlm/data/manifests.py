@@ -36,6 +36,7 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
 
     Instead of label it may have several findings per image: a column labels with names separated by |, or one column
     of 0, 1 and empty cells (unknown) per finding. Paths are relative to the manifest's folder and stay below it.
+    An image with an empty label has none.
     """
     file = Path(path)
     if not file.is_file():

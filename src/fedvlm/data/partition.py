@@ -15,6 +15,7 @@ from fedvlm.data import splits
 from fedvlm.data.clients import Clients, Pool, assign_clients
 from fedvlm.data.splits import SPLITS, Ints, Strings
 from fedvlm.data.table import (
+    UNLABELLED,
     Dataset,
     Findings,
     count_classes,
@@ -26,7 +27,7 @@ from fedvlm.data.table import (
 from fedvlm.errors import DataError, unknown_name
 from fedvlm.seeds import numbers
 
-SPLIT_FIELDS = (*SPLITS, "calibration")
+SPLIT_FIELDS = (*SPLITS, "calibration", "unlabelled")
 SPLIT_PREFIX = "split:"  # a target of this prefix names samples by the split that the data marks
 
 
@@ -40,6 +41,7 @@ class ClientSplit:
     validation: Ints
     test: Ints
     calibration: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # used for nothing else
+    unlabelled: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class ClientSplits(Mapping[str, ClientSplit]):
@@ -151,6 +153,8 @@ def make_partition(table: SampleTable, clients: Clients, seed: int, targets: Seq
     "split:test"; other targets are names of clients.
     """
     table = _apply_split_targets(_by_pattern(table), targets)
+    if (np.asarray(table.labels) == UNLABELLED).any():
+        return _partition_with_unlabelled(table, clients, seed, targets)
     labels = _check_columns(table, clients)
     content = rank_digests(table.content)
     order = sort_order(content, table.domains, labels, table.clients, table.splits)
@@ -210,6 +214,48 @@ def make_partition(table: SampleTable, clients: Clients, seed: int, targets: Seq
         if name not in client_splits and name not in table.domains:
             raise unknown_name("domain or client", name, {*client_splits, *table.domains.tolist()} - {""})
     return Partition(client_splits, int(is_duplicate.sum()), order[parts[order] == len(SPLITS)])
+
+
+def _partition_with_unlabelled(table: SampleTable, clients: Clients, seed: int, targets: Sequence[str]) -> Partition:
+    """Partition the labelled samples, then give each client its samples without a label.
+
+    They belong to the client or domain that the data names, and otherwise are divided evenly over the clients of their
+    pool. An image or a group that any client validates, calibrates or tests on is dropped.
+    """
+    labels = np.asarray(table.labels, dtype=np.int64)
+    labelled, unlabelled = np.flatnonzero(labels != UNLABELLED), np.flatnonzero(labels == UNLABELLED)
+    if not len(labelled):
+        raise DataError("no sample has a label; give some of them one")
+    subset = SampleList(
+        table.classes,
+        labels[labelled],
+        **{name: getattr(table, name)[labelled] for name in ("domains", "clients", "splits")},
+        content=[table.content[row] for row in labelled.tolist()],
+        groups=None if table.groups is None else table.groups[labelled],
+    )
+    partition = make_partition(subset, clients, seed, targets)
+    rows_of = {
+        id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS}
+        for id, client in partition.clients.items()
+    }
+    held_out = [rows[split] for rows in rows_of.values() for split in ("validation", "test", "calibration")]
+    excluded = np.concatenate([labelled[partition.public], *held_out])
+    content = rank_digests(table.content)
+    is_used = np.isin(table.splits[unlabelled], ("", SPLITS[0])) & _select_samples(table, clients, targets)[unlabelled]
+    is_used &= ~np.isin(content[unlabelled], content[excluded])
+    if table.groups is not None:
+        is_used &= ~np.isin(table.groups[unlabelled], np.setdiff1d(table.groups[excluded], [""]))
+    pools = _pools(table, clients, targets)
+    members = ClientSplits()
+    for id, client in partition.clients.items():
+        pool = id if id in pools else client.domain if clients.partition == "domain-dirichlet" else ""
+        rows = unlabelled[is_used & (pools[unlabelled] == pool)]
+        if pool != id:
+            siblings = [other for other in partition.clients if pool in ("", partition.clients[other].domain)]
+            order = numbers("unlabelled", seed, pool).permutation(rows[np.argsort(content[rows])])
+            rows = np.sort(order[siblings.index(id) :: len(siblings)])
+        members.add(ClientSplit(id, client.domain, **(rows_of[id] | {"unlabelled": rows})))
+    return Partition(members, partition.dropped + int((~is_used).sum()), labelled[partition.public])
 
 
 def _by_pattern(table: SampleTable) -> SampleTable:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from fedvlm.maths.text_tower import TextTower
 
 
+UNLABELLED = -1  # the label of a sample that has none
+UNLABELLED_FOLDER = "unlabelled"
+
+
 class Digests(Sequence[str]):
     """Hex digests of many samples as an array of bytes: a fifth of the memory of strings."""
 
@@ -110,6 +114,7 @@ def pattern_names(findings: Findings, classes: Sequence[str]) -> tuple[str, ...]
 def count_classes(table: Any, rows: Any) -> NDArray[np.int64]:
     """(classes,) count some samples of a table by class, or those with each finding."""
     labels = table.labels[rows]
+    labels = labels[labels != UNLABELLED]
     if table.findings is None:
         return np.bincount(labels, minlength=len(table.classes))
     return np.asarray((table.findings[labels] == 1).sum(0), np.int64)
@@ -136,7 +141,7 @@ class Dataset:
     name: str
     classes: tuple[str, ...]  # in the order of the labels, spelled as in a prompt
     source: Source
-    labels: NDArray[np.int64]  # (samples,)
+    labels: NDArray[np.int64]  # (samples,) class numbers, or UNLABELLED
     domains: Strings  # (samples,)
     clients: Strings  # (samples,) the data's own clients (writers, sites)
     splits: Strings  # (samples,) one of SPLITS where the data set defines it
@@ -154,7 +159,7 @@ class EmbeddedTable:
     name: str
     classes: tuple[str, ...]
     x: Tensor  # (samples, dim) float32, unit norm
-    labels: NDArray[np.int64]  # (samples,)
+    labels: NDArray[np.int64]  # (samples,) class numbers, or UNLABELLED
     domains: Strings
     clients: Strings
     splits: Strings
@@ -226,7 +231,7 @@ def tabulate(
     clients: Sequence[str] | None = None,
     splits: Sequence[str] | None = None,
 ) -> Dataset:
-    """Make a data set from one class name per image; without `classes` they are sorted by name.
+    """Make a data set from one class name per image, empty without a label; without `classes` they are sorted by name.
 
     A class without images and a label that is no class are refused, and without `classes` also names that differ
     only in case.
@@ -234,20 +239,21 @@ def tabulate(
     row_names = [to_nfc(label) for label in labels]
     if not row_names:
         raise DataError(f"{name} has no images; name a place that has some")
-    if "" in row_names:
-        raise DataError(f"{name}: {source.name(row_names.index(''))} has no label; give it one")
-    ordered = [to_nfc(class_name) for class_name in classes] if classes is not None else sort_class_names(row_names)
+    used = set(row_names) - {""}
+    if not used:
+        raise DataError(f"{name}: no image has a label, as {source.name(0)}; give some of them one")
+    ordered = [to_nfc(class_name) for class_name in classes] if classes is not None else sort_class_names(used)
     if classes is None:  # a list may have A and a, as FEMNIST's has; folder names may not
         _check_case_collisions(name, ordered)
     check_class_names(name, [class_name.replace("_", " ") for class_name in ordered])
-    number = {class_name: index for index, class_name in enumerate(ordered)}
+    number = {"": UNLABELLED} | {class_name: index for index, class_name in enumerate(ordered)}
     for row, label in enumerate(row_names):
         if label not in number:
             raise DataError(
                 f"{name}: {source.name(row)} has the label {label!r}, which is no class; the "
                 f"classes are {join_names(ordered)}"
             )
-    if empty := sorted(set(ordered) - set(row_names)):
+    if empty := sorted(set(ordered) - used):
         raise DataError(f"{name}: class {empty[0]!r} has no images; add some or leave the class out")
     return Dataset(
         name=name,
@@ -267,13 +273,18 @@ def sort_class_names(names: Iterable[str]) -> list[str]:
 
 
 def check_class_names(context: str, names: Sequence[str]) -> None:
-    """Refuse an empty name and a name that two classes have."""
+    """Refuse an empty name, a name that two classes have, and the name of the folder of images without a label."""
     if not all(name.strip() for name in names):
         number = next(index for index, name in enumerate(names) if not name.strip())
         raise DataError(f"{context}: a class has an empty name (class {number} is {names[number]!r}); name it")
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise DataError(f"{context}: the class {twice!r} is listed twice; list every class once")
+    if reserved := [name for name in names if name.casefold() == UNLABELLED_FOLDER]:
+        raise DataError(
+            f"{context}: {reserved[0]!r} cannot be a class, because images in a folder of this name have no label; "
+            "rename the class"
+        )
 
 
 def check_scale(context: str, scale: float) -> float:
@@ -329,6 +340,12 @@ def anonymise_groups(groups: Sequence[str]) -> Strings:
 def readable_name(name: str) -> str:
     """Return a class name as in a sentence: `Alarm_Clock` becomes "alarm clock"."""
     return " ".join(name.replace("_", " ").split()).lower()
+
+
+def relabel(labels: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the labels as other class numbers, given those of all classes; samples without a label stay so."""
+    out: NDArray[np.int64] = np.where(labels < 0, UNLABELLED, numbers[labels.clip(min=0)])
+    return out
 
 
 def match_classes(names: Sequence[str], classes: Sequence[str]) -> list[int]:

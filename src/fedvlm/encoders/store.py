@@ -28,6 +28,7 @@ from torch.nn.functional import normalize
 from fedvlm.data.manifests import csv_lines, parquet_columns, read_findings
 from fedvlm.data.splits import SPLIT_ALIASES, read_splits
 from fedvlm.data.table import (
+    UNLABELLED,
     Digests,
     EmbeddedTable,
     Findings,
@@ -36,6 +37,7 @@ from fedvlm.data.table import (
     check_scale,
     describe_bad_row,
     encode_findings,
+    relabel,
     string_column,
 )
 from fedvlm.encoders import Vectors
@@ -354,15 +356,15 @@ def _read_labels(file: Path, columns: Columns) -> tuple[tuple[str, ...], NDArray
     if y.dtype.kind in "iu":
         labels = y.astype(np.int64)
         count = len(names) if names is not None else min(int(labels.max()) + 1, MAX_CLASSES)
-        if labels.min() < 0 or labels.max() >= count:
-            row = int(np.flatnonzero((labels < 0) | (labels >= count))[0])
+        if labels.min() < UNLABELLED or labels.max() >= count:
+            row = int(np.flatnonzero((labels < UNLABELLED) | (labels >= count))[0])
             raise DataError(f"{file}: row {row} has label {labels[row]}, there are {count} classes")
         names = names or tuple(f"class {number}" for number in range(count))
     elif y.dtype.kind == "U":
         y = np.char.strip(y)  # a trailing blank makes no other class
-        names = names if names is not None else tuple(np.unique(y).tolist())
-        index = {name: number for number, name in enumerate(names)}
-        if unknown := sorted({str(name) for name in y} - set(names)):
+        names = names if names is not None else tuple(np.unique(y[y != ""]).tolist())
+        index = {"": UNLABELLED} | {name: number for number, name in enumerate(names)}
+        if unknown := sorted({str(name) for name in y} - set(index)):
             raise unknown_name(f"class of {file}", unknown[0], names)
         labels = np.array([index[str(name)] for name in y], np.int64)
     else:
@@ -459,6 +461,8 @@ def _select_classes(
         return replace(table, text=vectors)
     place = np.full(len(table.classes), -1)
     place[[table.classes.index(name) for name in names]] = np.arange(len(names))
-    rows = np.flatnonzero(place[table.labels] >= 0)
+    rows = np.flatnonzero((table.labels < 0) | (relabel(table.labels, place) >= 0))
     digest = sha256("\x1f".join([table.fingerprint, *names]).encode()).hexdigest()
-    return table.select(rows, classes=names, labels=place[table.labels[rows]], text=vectors, fingerprint=digest)
+    return table.select(
+        rows, classes=names, labels=relabel(table.labels[rows], place), text=vectors, fingerprint=digest
+    )

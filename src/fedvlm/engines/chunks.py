@@ -24,6 +24,7 @@ from fedvlm.engines.client import (
     evaluation_rows,
     make_client,
     measure,
+    member_rows,
     predict,
     score_counts,
 )
@@ -46,7 +47,11 @@ def stack_clients(world: World, ids: Sequence[str], number: int) -> Client:
     bare = pad_clients([make_client(world, id, number, row_numbers) for id in ids])
     x, y = fill_rows(world, bare.y)
     val_x, val_y = fill_rows(world, bare.val_y)
-    return replace(bare, x=x, y=y, val_x=val_x, val_y=val_y)
+    stacked = replace(bare, x=x, y=y, val_x=val_x, val_y=val_y)
+    if not world.method.traits.training.unlabelled:
+        return stacked
+    rows = [torch.from_numpy(world.members[id].unlabelled) for id in ids]
+    return replace(stacked, unlabelled=fill_rows(world, pad_sequence(rows, batch_first=True, padding_value=-1))[0])
 
 
 def load_chunk(world: World, ids: Sequence[str]) -> World:
@@ -54,7 +59,7 @@ def load_chunk(world: World, ids: Sequence[str]) -> World:
     if world.file_rows is None:
         return world
     chunk_members = [world.members[id] for id in ids]
-    parts = [[member.train, member.validation, member.test, member.calibration] for member in chunk_members]
+    parts = [member_rows(member) for member in chunk_members]
     rows = np.sort(np.concatenate([part for splits in parts for part in splits]))
     rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's samples
     members = {

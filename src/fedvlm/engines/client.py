@@ -35,6 +35,8 @@ class Member(Protocol):
     def test(self) -> NDArray[np.int64]: ...
     @property
     def calibration(self) -> NDArray[np.int64]: ...
+    @property
+    def unlabelled(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class ClientRows:
     validation: NDArray[np.int64]
     test: NDArray[np.int64]
     calibration: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    unlabelled: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+def member_rows(member: Member) -> list[NDArray[np.int64]]:
+    """Return the row numbers of a client's samples, as the fields of `ClientRows`."""
+    return [member.train, member.validation, member.test, member.calibration, member.unlabelled]
 
 
 GroupRule = Literal["image", "mean", "max"]
@@ -228,7 +236,7 @@ def gather_rows(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
 def client_world(world: World, id: str) -> World:
     """Return the world as one client has it: no sample of another client but the public reference."""
     member = world.members[id]
-    parts = (member.train, member.validation, member.test, member.calibration, world.reference)
+    parts = (*member_rows(member), world.reference)
     rows = np.concatenate(parts)
     places = np.split(np.arange(len(rows)), np.cumsum([len(part) for part in parts])[:-1])
     x, y = gather_rows(world, rows)
@@ -237,8 +245,8 @@ def client_world(world: World, id: str) -> World:
         x=x,
         y=y,
         groups=None if world.groups is None else world.groups[torch.from_numpy(rows)],
-        members={id: ClientRows(*places[:4])},
-        reference=places[4],
+        members={id: ClientRows(*places[:-1])},
+        reference=places[-1],
         texts={id: world.texts[id]} if id in world.texts else {},
     )
 
@@ -254,6 +262,7 @@ def make_client(world: World, id: str, number: int, take: GatherRows = gather_ro
         _reference_order(world, id, number, order),
         world.texts.get(id, torch.zeros(len(world.frozen.classes), 0, world.frozen.dim)),
         _noise(world, id, number, len(order)),
+        *([take(world, member.unlabelled)[0]] if world.method.traits.training.unlabelled else []),
     )
 
 
@@ -261,9 +270,10 @@ def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
     count = world.noise_size
     if not count:
         return torch.zeros(steps, 0)
+    share: float = world.channel.honest**-0.5  # of the noise in a verified sum
     if world.secret_noise:
-        return privacy.secure_normal(steps, count)
-    return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
+        return share * privacy.secure_normal(steps, count)
+    return share * torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
 
 
 def channel_noise(world: World, id: str, number: int) -> privacy.Draw:

@@ -11,7 +11,7 @@ from fedvlm.maths import logistic_regression
 from fedvlm.maths.calibration import fit_log_scale, fit_log_weights
 from fedvlm.maths.gaussian_classes import class_membership
 from fedvlm.maths.logistic_regression import MAX_SAMPLE_LOSS, Head, split_head, summed_cross_entropy
-from fedvlm.maths.ridge_regression import class_log_prior
+from fedvlm.maths.unlabelled import Frequencies, Labelled, MixturePrior, fit_mixture, mix_in
 
 CANDIDATE_WEIGHTS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 FIXED_WEIGHTS = (0.0, 1 / 16, 1 / 4, 1.0)
@@ -33,14 +33,21 @@ class MixPrior(NamedTuple):
     temperature_std: float = 0.5  # of the log scale of a head's logits
     equal_classes: float = 0.95  # probability that the client's classes are equally frequent
     frequency_log_weight: float = -0.7
+    mixture: MixturePrior = MixturePrior()
+
+    def frequencies(self, like: Tensor) -> Frequencies:
+        """Return the prior of class frequencies."""
+        n_skewed = len(PRIOR_STRENGTHS) - 1
+        probabilities = [(1 - self.equal_classes) / n_skewed] * n_skewed + [self.equal_classes]
+        return Frequencies(like.new_tensor(PRIOR_STRENGTHS), like.new_tensor(probabilities))
 
 
 class ClientMix(NamedTuple):
-    """A client's head, and the weights it mixes the shared head, the local head and the class prior with."""
+    """A client's head, and the weights of the shared head, the local head, the class prior and unlabelled samples."""
 
     head: Head
     own: Tensor  # (classes, dim + 1): the head without the part of the shared head
-    weights: Tensor  # (3,)
+    weights: Tensor  # (4,)
 
 
 def mix_grid(n_fixed: int) -> Tensor:
@@ -71,42 +78,42 @@ def average_mixes(candidates: Tensor, fixed: Tensor, losses: Tensor) -> Tensor:
     return mixed + (weights[:, 1:].sum(0)[:, None, None] * fixed.double()).sum(0)
 
 
-def mix_client(
-    shared: Head, start_head: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior
-) -> ClientMix:
+def mix_client(shared: Head, start_head: Head, client: Labelled, unlabelled: Tensor, prior: MixPrior) -> ClientMix:
     """Mix the shared head, a regression on the client's samples near it, and the client's class frequencies.
 
     Without samples the mix is the shared head: the other parts grow with the number of samples, and validation samples
     move all weights from there. `start_head` is zero-shot, or zeros: what is left if the shared head is poisoned.
+    Samples without a label then pull the mix to Gaussian classes, as far as validation samples are more likely.
     """
-    trust = trust_in_shared(shared, start_head, torch.cat([x, val_x]), torch.cat([y, val_y]), prior)
+    trust = trust_in_shared(shared, start_head, client, prior)
     received, shared = shared, Head(*(trust * a + (1 - trust) * b for a, b in zip(shared, start_head, strict=True)))
-    counts = class_membership(y, len(shared.bias)).sum(0)
-    n_samples, uniform = counts.sum(), torch.full_like(counts, 1 / len(counts))
-    skewed = len(PRIOR_STRENGTHS) - 1
-    probabilities = counts.new_tensor([(1 - prior.equal_classes) / skewed] * skewed + [prior.equal_classes])
-    log_prior = class_log_prior(counts, uniform, counts.new_tensor(PRIOR_STRENGTHS), probabilities)
-    frequencies = Head(torch.zeros_like(shared.weight), log_prior)
-    local = local_head(shared, start_head, x, y, val_x, val_y, prior)
-    heads = torch.stack([head.joined() for head in (shared, local, frequencies)])
-    logits, std = split_head(heads).logits(val_x), prior.temperature_std
-    scales = torch.stack([fit_log_scale(part, val_y, std) for part in logits[:2]])
-    losses = summed_cross_entropy(scales.exp()[:, None, None] * logits[:2], val_y)
+    counts = class_membership(client.y, len(shared.bias)).sum(0)
+    n_samples, frequencies = counts.sum(), prior.frequencies(counts)
+    prior_head = Head(torch.zeros_like(shared.weight), frequencies.log_prior(counts))
+    local = local_head(shared, start_head, client, prior)
+    heads = torch.stack([head.joined() for head in (shared, local, prior_head)])
+    logits, std = split_head(heads).logits(client.val_x), prior.temperature_std
+    scales = torch.stack([fit_log_scale(part, client.val_y, std) for part in logits[:2]])
+    losses = summed_cross_entropy(scales.exp()[:, None, None] * logits[:2], client.val_y)
     samples = torch.stack([torch.full_like(n_samples, prior.local_samples), n_samples.clamp(min=1e-9)])
     fractions = (samples.log() - prior.likelihood_power * losses).log_softmax(0).clamp(min=MIN_LOG_FRACTION)
     start = torch.cat([scales + fractions, scales.new_full((1,), prior.frequency_log_weight)])
-    weights = fit_log_weights(logits, val_y, start).exp()
-    head = (weights[:, None, None] * heads).sum(0)
-    own = head - weights[0] * trust * received.joined()
-    return ClientMix(split_head(head), own, torch.cat([trust * weights[:1], weights[1:]]))
+    weights = fit_log_weights(logits, client.val_y, start).exp()
+    head, mixture_weight = split_head((weights[:, None, None] * heads).sum(0)), weights.new_zeros(())
+    if len(unlabelled):
+        mixture = fit_mixture(head, client, unlabelled, frequencies, prior.mixture)
+        head, mixture_weight = mix_in(head, mixture, client.val_x, client.val_y, prior.mixture)
+    weights = torch.cat([trust * weights[:1], weights[1:]]) * (1 - mixture_weight)
+    own = head.joined() - weights[0] * received.joined()
+    return ClientMix(head, own, torch.cat([weights, mixture_weight[None]]))
 
 
-def trust_in_shared(shared: Head, start_head: Head, x: Tensor, y: Tensor, prior: MixPrior) -> Tensor:
+def trust_in_shared(shared: Head, start_head: Head, client: Labelled, prior: MixPrior) -> Tensor:
     """Return from 0 to 1 how far the client's labelled samples allow the shared head to replace the start head.
 
     It is 1 unless the samples are less likely by the shared head, which has been trained on them unless it is poisoned.
     """
-    losses = []
+    x, y, losses = torch.cat([client.x, client.val_x]), torch.cat([client.y, client.val_y]), []
     for head in (shared, start_head):
         logits = head.logits(x)
         losses.append(summed_cross_entropy(fit_log_scale(logits, y, prior.temperature_std).exp() * logits, y))
@@ -114,24 +121,24 @@ def trust_in_shared(shared: Head, start_head: Head, x: Tensor, y: Tensor, prior:
     return 1 / (1 + prior.poisoned * excess.expm1())
 
 
-def local_head(
-    shared: Head, start_head: Head, x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, prior: MixPrior
-) -> Head:
+def local_head(shared: Head, start_head: Head, client: Labelled, prior: MixPrior) -> Head:
     """Return the average of regressions on the client's samples, drawn to the shared or the start head by a ridge.
 
     Their weights are their prior probability times the likelihood of the validation samples.
     """
     log10_penalties = shared.weight.new_tensor(LOG10_PENALTIES)
-    ridges = 10**log10_penalties / (y >= 0).sum().clamp(min=1)
-    all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=y.device)
+    ridges = 10**log10_penalties / (client.y >= 0).sum().clamp(min=1)
+    all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=client.y.device)
     paths = [
-        logistic_regression.fit_ridge_path(x, y, ridges, anchor, all_classes, bias_ridge=ridges[:, None]).heads.joined()
+        logistic_regression.fit_ridge_path(
+            client.x, client.y, ridges, anchor, all_classes, bias_ridge=ridges[:, None]
+        ).heads.joined()
         for anchor in (shared, start_head)
     ]
     heads = torch.cat(paths)
-    logits = split_head(heads).logits(val_x)
-    scales = torch.stack([fit_log_scale(part, val_y, prior.temperature_std) for part in logits]).exp()
+    logits = split_head(heads).logits(client.val_x)
+    scales = torch.stack([fit_log_scale(part, client.val_y, prior.temperature_std) for part in logits]).exp()
     log_prior = (-((log10_penalties - prior.log10_penalty) / prior.log10_penalty_std).square() / 2).log_softmax(0)
     log_prior = torch.cat([log_prior + math.log(1 - prior.start_anchor), log_prior + math.log(prior.start_anchor)])
-    weights = (log_prior - summed_cross_entropy(scales[:, None, None] * logits, val_y)).softmax(0) * scales
+    weights = (log_prior - summed_cross_entropy(scales[:, None, None] * logits, client.val_y)).softmax(0) * scales
     return split_head((weights[:, None, None] * heads).sum(0))

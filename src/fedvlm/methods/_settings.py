@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, PrivacyTraits, Traits, UploadSum
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, PrivacyTraits, TrainingTraits, Traits, UploadSum
 from fedvlm.core.schema import check_ranges
 
 HeadInit = Literal["text", "random"]
@@ -80,11 +80,12 @@ class StatisticsSettings(CheckedSettings):
     min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
 
 
-def statistics_traits(upload_sum: UploadSum | None = None, multi_label: bool = False) -> Any:
+def statistics_traits(upload_sum: UploadSum | None = None, multi_label: bool = False, unlabelled: bool = False) -> Any:
     """Return the property `traits` of a method that uploads class statistics of embeddings."""
     return property(
         lambda self: Traits(
             needs=frozenset({"image"}),
+            training=TrainingTraits(unlabelled=unlabelled),
             privacy=PrivacyTraits(upload_sum=upload_sum),
             classes=ClassTraits(min_class_samples=self.min_class_samples, multi_label=multi_label),
         )

@@ -7,7 +7,7 @@ client's classifier is one linear head. Rounds have three phases:
   The first of them solve ridge's equations, with the gradient on the right; later ones correct the curvature.
 - mixes: clients send the validation loss of mixes of the newest regressions with text and Gaussian classes.
 Each client then mixes the shared head, a logistic regression on its samples that a ridge draws to the shared head, and
-its class frequencies.
+its class frequencies, and its images without a label pull the mix to Gaussian classes (maths/unlabelled.py).
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes, head_mixing
 from fedvlm.maths.logistic_regression import Evaluations, Head, path_points, split_head
+from fedvlm.maths.unlabelled import Labelled
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import StatisticsSettings, statistics_traits
@@ -52,9 +53,8 @@ class Auto(StatisticsSettings):
         known = Evaluations(*(torch.zeros(0, *shape) for shape in (anchor.shape, anchor.shape, (), ())))
         head = _logistic.head_tensors(anchor)
         local = {f"{key} change": torch.zeros_like(value) for key, value in head.items()}
-        return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local | {
-            "mix weights": torch.eye(3)[0]
-        }
+        local["mix weights"] = torch.eye(4)[0]
+        return {**head, **save_state(SERVER, state), **save_state(KNOWN, known)}, local
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """Send the head, and what the coming round evaluates beside it: the keys say which phase it is."""
@@ -119,12 +119,10 @@ class Auto(StatisticsSettings):
         return means
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        shared, (x, val_x) = (
-            Head(sent["weight"].double(), sent["bias"].double()),
-            (client.x.double(), client.val_x.double()),
-        )
-        start_head, prior = split_head(_logistic.zero_shot_head(frozen).double()), head_mixing.MixPrior()
-        mix = head_mixing.mix_client(shared, start_head, x, client.y, val_x, client.val_y, prior)
+        shared = Head(sent["weight"].double(), sent["bias"].double())
+        start_head = split_head(_logistic.zero_shot_head(frozen).double())
+        labelled = Labelled(client.x.double(), client.y, client.val_x.double(), client.val_y)
+        mix = head_mixing.mix_client(shared, start_head, labelled, client.unlabelled.double(), head_mixing.MixPrior())
         own = split_head(mix.own)
         return {
             "weight change": own.weight.float(),
@@ -138,7 +136,7 @@ class Auto(StatisticsSettings):
         return shared * (x @ sent["weight"].mT + sent["bias"]) + own
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        names = ("weight of shared head", "weight of local head", "weight of class frequencies")
-        return dict(zip(names, local["mix weights"].tolist(), strict=True))
+        parts = ("shared head", "local head", "class frequencies", "unlabelled images")
+        return {f"weight of {part}": weight for part, weight in zip(parts, local["mix weights"].tolist(), strict=True)}
 
-    name, traits = "auto", statistics_traits("total", multi_label=True)
+    name, traits = "auto", statistics_traits("total", multi_label=True, unlabelled=True)

@@ -48,6 +48,8 @@ def run_label(result: Record, without: Collection[str] = ()) -> str:
     if defaults["reference"] == "target":
         details = [detail for detail in details if detail != "reference=target"]
         details.append("TRANSDUCTIVE: adapts to the test samples")
+    if identity.get("transductive"):
+        details.append("TRANSDUCTIVE: learns from the test samples, without their labels")
     channel = identity.get("channel", defaults["channel"])
     details += [f"channel.{key}={value}" for key, value in channel.items() if defaults["channel"][key] != value]
     if attack := identity.get("attack"):

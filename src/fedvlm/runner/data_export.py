@@ -65,7 +65,7 @@ def sample_names(settings: Settings, rows: EmbeddedTable, progress: Progress) ->
 
 def embedding_columns(rows: EmbeddedTable, names: Sequence[str], form: str) -> Columns:
     columns: Columns = {"row": range(len(rows.labels)), "path": names}
-    columns |= {"label": [rows.classes[label] for label in rows.labels.tolist()]}
+    columns |= {"label": [(*rows.classes, "")[label] for label in rows.labels.tolist()]}
     marked = {"client": rows.clients, "domain": rows.domains, "split": rows.splits, "group": rows.groups}
     columns |= {key: values.tolist() for key, values in marked.items() if values is not None and any(values)}
     x = rows.x.float().numpy()

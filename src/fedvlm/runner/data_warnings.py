@@ -50,6 +50,14 @@ def _single_client_classes(samples: EmbeddedTable, classes_of: Mapping[str, set[
     return messages
 
 
+def unlabelled_warnings(method: Method, partition: Partition) -> list[str]:
+    """Return a message if a method ignores samples without a label."""
+    count = sum(len(client.unlabelled) for client in partition.clients.values())
+    if not count or method.traits.training.unlabelled:
+        return []
+    return [f'{method.name} ignores the {count} samples without a label; method = "auto" learns from them']
+
+
 def suppressed_warnings(method: Method | None, clients: Mapping[str, Any], samples: EmbeddedTable) -> list[str]:
     """Return a message if class statistics of small classes will not be uploaded; `clients` have `train`."""
     min_samples = (method.traits.classes.min_class_samples if method else None) or 1

@@ -276,6 +276,7 @@ def missing_baselines(settings: Sequence[Settings], done: Record) -> list[Settin
         selection="last",
         fraction=1.0,
         engine="batched",
+        transductive=False,
         allow_small=False,
         channel=Channel(),
         attack="none",

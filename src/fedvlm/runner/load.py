@@ -177,7 +177,10 @@ def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:
 
 
 def smoke_dataset(dataset: Dataset) -> Dataset:
-    keep = smoke_subset(dataset)
+    return subset_dataset(dataset, smoke_subset(dataset))
+
+
+def subset_dataset(dataset: Dataset, keep: np.ndarray[Any, Any]) -> Dataset:
     return replace(dataset, source=SourceSubset(dataset.source, keep), **select_columns(dataset, keep))
 
 

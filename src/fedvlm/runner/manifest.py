@@ -24,8 +24,8 @@ def run_manifest(seeds: Sequence[Prepared], in_memory: bool) -> dict[str, Any]:
     first = seeds[0]
     settings, samples, clients = first.settings, first.rows, first.partition.clients
     splits = ["train", "validation", "test"]
-    if any(len(client.calibration) for client in clients.values()):
-        splits.append("calibration")
+    optional = ("calibration", "unlabelled")
+    splits += [split for split in optional if any(len(getattr(client, split)) for client in clients.values())]
     return {
         **build_manifest(
             describe_samples(samples),

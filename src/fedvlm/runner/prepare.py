@@ -20,7 +20,7 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
 from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
-from fedvlm.data.table import EmbeddedTable, pattern_names, rank_digests
+from fedvlm.data.table import UNLABELLED, EmbeddedTable, pattern_names, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
 from fedvlm.engines.placement import with_device
@@ -146,7 +146,7 @@ class Prepared:
             x=self.rows.view(self.settings.method.traits.needs),
             y=label_tensor(self.rows),
             groups=group_numbers(self.rows),
-            members=members,
+            members=with_test_samples(members) if self.settings.transductive else members,
             reference=reference,
             texts=texts,
             details=True,
@@ -233,6 +233,14 @@ def with_calibration(clients: Clients) -> Clients:
     return clients if clients.calibration_ratio is not None else replace(clients, calibration_ratio=CALIBRATION_RATIO)
 
 
+def with_test_samples(members: Mapping[str, ClientSplit]) -> dict[str, ClientSplit]:
+    """Return the clients with their test samples also as samples without a label."""
+    return {
+        id: replace(member, unlabelled=np.sort(np.concatenate([member.unlabelled, member.test])))
+        for id, member in members.items()
+    }
+
+
 def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
     """Return one client with the training and validation samples of all, and no test samples."""
     train, validation = (
@@ -251,7 +259,8 @@ def prepare_client(
     settings: Settings, rows: EmbeddedTable, id: str, seed: int, frozen: Frozen | None = None
 ) -> Prepared:
     """Prepare a single client, whose samples need not be of every class."""
-    present, labels = np.unique(rows.labels, return_inverse=True)
+    present = np.unique(rows.labels[rows.labels >= 0])
+    labels = np.where(rows.labels < 0, UNLABELLED, np.searchsorted(present, rows.labels))
     names = rows.classes if rows.findings is None else pattern_names(rows.findings, rows.classes)
     classes = tuple(names[i] for i in present)
     client_column = np.full(len(labels), id)
@@ -359,7 +368,7 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     elif len(rows.classes) < 2:
         raise DataError(f"there is only one class, {rows.classes[0]!r}; a classifier needs at least two")
     n_labels = len(rows.classes if rows.findings is None else rows.findings)
-    outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < n_labels]
+    outside = [i for i in np.unique(rows.labels).tolist() if not UNLABELLED <= i < n_labels]
     if outside:
         raise DataError(
             f"label {outside[0]} must be from 0 to {n_labels - 1}, as there are {n_labels} classes; "

@@ -16,7 +16,7 @@ from fedvlm.evaluate.metrics import Results, Table
 from fedvlm.evaluate.protocols import Training
 from fedvlm.machine import release_memory
 from fedvlm.record import DESCRIPTIONS_FILE, Record, read_manifest
-from fedvlm.runner.data_warnings import data_warnings, suppressed_warnings
+from fedvlm.runner.data_warnings import data_warnings, suppressed_warnings, unlabelled_warnings
 from fedvlm.runner.forecast import check_memory, training_time
 from fedvlm.runner.jobs import Job, JobSpec, ProgressTotal, must_run_alone, run_jobs
 from fedvlm.runner.load import Loader, Progress, shrink_for_smoke
@@ -156,6 +156,7 @@ def _prepare_seeds(settings: Settings, load: Loader, options: RunOptions) -> tup
     first = seeds[0]
     if options.embedded is not None or own_data(settings):
         warnings = [*warnings, *data_warnings(first.rows, first.partition)]
+    warnings = [*warnings, *unlabelled_warnings(settings.method, first.partition)]
     for method in (settings.warm_start, settings.method):
         warnings = [*warnings, *suppressed_warnings(method, first.partition.clients, first.rows)]
     return seeds, warnings

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from fedvlm.channel.settings import Channel, check_channel
+from fedvlm.channel.settings import Channel, check_channel, with_found_noise
 from fedvlm.channel.verified import check_verified
 from fedvlm.core import MIN_CLASS_SAMPLES, Method, is_method, make
 from fedvlm.core.schema import (
@@ -60,6 +60,7 @@ class Settings:
     engine: Literal["batched", "single", "flower"] = "batched"
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method computes
     workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
+    transductive: bool = False  # also learn from the clients' test images, without their labels
     allow_small: bool = False  # also upload class statistics of few samples
     smoke: bool = False  # a short run on few samples, to see that everything works
     channel: Channel = field(default_factory=Channel)  # clipping, noise, … of uploads
@@ -92,6 +93,7 @@ class Settings:
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
         if not (self.allow_small and any(method.traits.classes.min_class_samples for method in used_methods)):
             idle.append("allow_small")
+        idle += [] if self.transductive else ["transductive"]
         for key in idle:
             del values[key]
         for key in ("method", "warm_start"):
@@ -160,6 +162,8 @@ def _check_combination(settings: Settings) -> Settings:
     settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds must be one or more different numbers, got {list(settings.seeds)}")
+    channel, method = with_found_noise(settings.channel, settings.method)
+    settings = replace(settings, channel=channel, method=method)
     check_channel(settings.channel, settings.method)
     _check_verified(settings)
     if settings.centralised and adapts(settings.method):
@@ -174,6 +178,7 @@ def _check_combination(settings: Settings) -> Settings:
                 "and leave out line breaks"
             )
     _check_attack(settings)
+    _check_transductive(settings)
     if settings.protocol == BaseToNew.name and settings.engine == "flower":
         raise SettingsError(
             "protocol = 'base-to-new' is measured in one process, but with engine = 'flower' local tensors stay "
@@ -194,6 +199,14 @@ def attack_of(settings: Settings) -> Attack | None:
     if settings.attack == "none":
         return None
     return Attack(settings.attack, settings.attacker_fraction, settings.attack_strength)
+
+
+def _check_transductive(settings: Settings) -> None:
+    if settings.transductive and not settings.method.traits.training.unlabelled:
+        raise SettingsError(
+            f"transductive = true: {settings.method.name} does not learn from images without a label; leave it out, or "
+            'use method = "auto"'
+        )
 
 
 def _check_attack(settings: Settings) -> None:
@@ -241,7 +254,7 @@ def _check_verified(settings: Settings) -> None:
 def _with_privacy_guard(method: Method, settings: Settings) -> Method:
     """Return a method that uploads class statistics only of enough samples of a class."""
     min_samples = method.traits.classes.min_class_samples
-    if settings.allow_small:
+    if settings.allow_small or settings.channel.honest > 1:  # of shared noise, a client's own hides no count
         return method if min_samples is None else replace(method, min_class_samples=1)
     if min_samples is not None and min_samples < MIN_CLASS_SAMPLES:
         raise SettingsError(

@@ -19,7 +19,7 @@ from fedvlm.report.charts import BubbleChart, Chart, Series
 from fedvlm.report.page.model import FEDERATED, build_model, run_kind
 from fedvlm.report.page.svg import draw_bubbles, draw_chart, draw_outliers, draw_positions, line_class
 from fedvlm.report.runs import Model, differing_settings, model_json
-from fedvlm.report.tables import format_cell
+from fedvlm.report.tables import AUDIT_COLUMNS, format_cell
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, write_file
 
 Run = Mapping[str, Any]
@@ -68,6 +68,7 @@ def render_page(model: Model) -> str:
     sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
     sections += [round_figures, calibration_figures, diagnostic_figures]
     return env.get_template("report.html").render(
+        audit_columns=list(AUDIT_COLUMNS),
         **page_shell(),
         **{section.__name__: section(model) for section in sections},
         model=model,
