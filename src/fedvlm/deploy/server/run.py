@@ -509,13 +509,16 @@ class LateJoin:
         self.check_compatible(engine)
         sent = method.send(record.outcome(training.name, seed)[0], self.site)
         Ledger(self.run.kit.folder).add("out", method.rounds, sent, kind="join", site=self.site, run=record.folder.name)
-        # One that took part goes on from its own tensors of the last round that it was in.
-        lines = [line for line in record.lines() if line["training"] == name]
-        took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
-        task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
-        answers = engine.adapt(method.rounds, [task])
+        if isinstance(engine, SumEngine):
+            transcript = Transcript(record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}")
+            scores: Mapping[str, Any] = engine.join(transcript, self.site)
+        else:  # one that took part goes on from its own tensors of the last round that it was in
+            lines = [line for line in record.lines() if line["training"] == name]
+            took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
+            task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
+            scores = engine.adapt(method.rounds, [task]).replies[self.site].scores
         self.run.log_event("joined", site=self.site, samples=engine.rows[self.site], training=name)
-        return answers.replies[self.site].scores
+        return scores
 
     def check_compatible(self, engine: RemoteEngine) -> None:
         """Compare the site with the run's sites: same encoder, same classes."""
