@@ -192,12 +192,12 @@ def test_epsilon_grows_round_by_round_and_is_the_gaussian_mechanisms_own():
     ]
 
 
-def test_a_verified_sum_hides_a_client_in_the_noise_of_all():
-    """Uniform weights: n clients' noise against one client's change."""
+def test_in_a_verified_sum_a_client_counts_its_own_noise_alone():
+    """Others may leave theirs out, and a client cannot see it."""
     _, lines, _ = run(Channel(clip=0.1, noise_multiplier=2.0, verified=True), "fedot")
-    assert lines[0]["epsilon"] == pytest.approx(epsilon(2.0 * math.sqrt(4), 1), rel=1e-9)
+    assert lines[0]["epsilon"] == pytest.approx(epsilon(2.0, 1), rel=1e-9)
     costs = UploadPipeline(Channel(clip=1.0, noise_multiplier=2.0, verified=True)).cost({"a": 3.0, "b": 4.0})
-    assert costs == {"a": 9 / 25 / 4, "b": 16 / 25 / 4}
+    assert costs == {"a": 1 / 4, "b": 1 / 4}
 
 
 def masked(count, shape=(9, 5), bound=b"round 0"):

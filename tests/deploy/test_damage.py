@@ -67,6 +67,7 @@ def test_every_sealed_file_of_a_sites_kit(place):
         "classifier.safetensors",
         "local.safetensors",
         "reference.safetensors",
+        "samples.safetensors",
         "training.json",
     }
     for path in tensors:

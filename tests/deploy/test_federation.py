@@ -127,10 +127,10 @@ def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(federation, st
         chrome.get(f"{url}/?token=word")
         run_thread = start_run(federation, settings, tmp_path / "run")
         run_thread.wait_for(lambda lines: len(lines) >= 1)
-        evaluate(chrome, "document.querySelectorAll('.light.answers').length === 3")
+        evaluate(chrome, count_states("takes part", 3))
         assert psutil.Process(federation.sites["photo"].child.pid).children(recursive=True) == []
         federation.kill(federation.sites["photo"])
-        evaluate(chrome, "document.querySelectorAll('.light.missing').length === 1")
+        evaluate(chrome, count_states("late", 1))
         evaluate(chrome, "document.body.textContent.includes('2 of 3 sites')")
         run_thread.join(120)
         chrome.get("about:blank")
@@ -140,6 +140,11 @@ def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(federation, st
     federation.rules(deadline=240.0)
     assert run_thread.error is None and len(run_thread.lines()) == 6
     assert sorted(run_thread.lines()[-1]["clients"]) == ["art", "sketch"]
+
+
+def count_states(state, number):
+    states = "[...document.querySelectorAll('.card .state')].filter(place => place.textContent.startsWith"
+    return f"{states}('{state}')).length === {number}"
 
 
 def evaluate(chrome, script):

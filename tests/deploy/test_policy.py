@@ -83,7 +83,10 @@ def test_a_round_within_the_policy_is_admitted(tmp_path):
     ):
         site_policy.admit(FEDOT, replace(channel, verified=True), LABELS)
     site_policy.check_upload_size(9)
-    with pytest.raises(RequestRefused, match="the reply has 10 bytes, but this site sends at most 9"):
+    with pytest.raises(
+        RequestRefused,
+        match="the reply has 10 bytes, but this site sends at most 9; raise max_upload_bytes in its policy",
+    ):
         site_policy.check_upload_size(10)
 
 

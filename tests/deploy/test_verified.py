@@ -9,13 +9,14 @@ from typer.testing import CliRunner
 
 from fedvlm.cli import app
 from fedvlm.deploy.identity.certificates import read_own_certificate
-from fedvlm.deploy.server.run import choose_mode
-from fedvlm.deploy.site.peers import read_peers
-from fedvlm.deploy.statements import state_digest
+from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.server.run import choose_mode, join_late
+from fedvlm.deploy.site.peers import add_peer, read_peers
+from fedvlm.deploy.statements import EndStatement, state_digest
 from fedvlm.deploy.transcript import Transcript, find_transcripts, verify_transcript
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import from_records
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.tensors import max_relative_difference
 
@@ -175,3 +176,24 @@ def test_peers_are_added_compared_renewed_and_removed(place):
     other = ["--add", "photo", "--fingerprint", "0" * 24, "--by", "B. Person"]
     assert "--renew" in call(*other)[1]
     assert "compared by B. Person" in call(*other, "--renew")[1]
+
+
+def test_a_late_site_takes_a_state_that_enough_compared_peers_have_signed(place):
+    settings = place.settings(METHODS["fedavg"], channel=channel_of("fedavg"))
+    result = place.run(settings, "kits/server/runs/one")
+    folder = place.site("art")
+
+    def join():
+        log_event = EventLog(place.kit.folder)
+        return join_late(local_grid(place.desks), place.kit, place.kit.folder / "runs" / "one", "art", log_event)
+
+    with pytest.raises(FederationError, match="a verified sum must have at least 3 members"):
+        join()  # two of its peers have signed
+    add_peer(folder, "art", read_own_certificate(folder).fingerprint, "A. Person")  # stands for a third
+    assert join()["0-all"]["test_rows"] > 0
+    [transcript] = find_transcripts(result.folder)
+    entries, state = transcript.read_end()
+    transcript.write_end({entry["member"]: EndStatement(**entry) for entry in entries}, {"head": state["head"] + 1e-3})
+    with pytest.raises(FederationError, match="the training failed there"):
+        join()
+    assert "the members have not signed this state" in (folder / "events.jsonl").read_text()

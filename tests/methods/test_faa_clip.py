@@ -211,3 +211,68 @@ def test_a_batch_holds_as_many_reference_rows_as_rows():
     batch = parts.minibatch(make_client(world, "client-1", 0), 0)
     assert isinstance(batch, Batch)
     assert batch.reference.shape == batch.x.shape
+
+
+def module_name(key):
+    """The name that torch's modules have for one of our tensors."""
+    key = key.replace(".mean", ".running_mean").replace(".variance", ".running_var")
+    return key.replace("mask", "mask.").replace("judge", "judge.")
+
+
+class PublicPasses(torch.nn.Module):
+    """FAA-CLIP's mask and discriminator out of torch's own modules, passed as its public code does."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        linear, norm = (lambda: torch.nn.Linear(16, 16)), (lambda: torch.nn.BatchNorm1d(16))
+        self.mask = torch.nn.Sequential(linear(), norm(), torch.nn.LeakyReLU(), linear())
+        layers = (linear(), norm(), torch.nn.ReLU(), linear(), norm(), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        self.judge = torch.nn.Sequential(*layers)
+        self.double()
+        self.load_state_dict({module_name(key): value for key, value in parameters.items()}, strict=False)
+
+    def forward(self, source, target, text, y, scale, weight):
+        masked, other = (normalize(self.mask(10 * x).softmax(1) * x, dim=1) for x in (source, target))
+        logits = scale * masked @ text[y].T
+        pairs = torch.arange(len(y))
+        cross_entropy = torch.nn.functional.cross_entropy
+        fit = (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
+        bce = torch.nn.functional.binary_cross_entropy_with_logits
+        source_logits, target_logits = self.judge(reverse_gradient(masked)), self.judge(other.detach())
+        domain = bce(source_logits, torch.ones_like(source_logits)) + bce(
+            target_logits, torch.zeros_like(target_logits)
+        )
+        return fit + weight * domain / 2
+
+
+def test_passes_apart_are_those_of_the_public_code_in_float64():
+    method, frozen = make("faa-clip", passes="apart"), toy_world(make("faa-clip")).frozen
+    shared, local = ({k: v.double() for k, v in part.items()} for part in method.init(frozen))
+    frozen = replace(frozen, text=frozen.text.double())
+    x, reference = (normalize(draw(12, 16, seed=seed).double() + 0.3 * seed, dim=1) for seed in (1, 2))
+    y, real = torch.arange(12) % 4, torch.ones(12, dtype=torch.bool)
+    trained = {k: v.requires_grad_() for k, v in {**shared, **local}.items() if k not in method.traits.training.memory}
+    loss, new = method.loss(frozen, {**shared, **trained}, {**local, **trained}, Batch(x, y, real, reference), {})
+    loss.backward()
+    public = PublicPasses({k: v.detach() for k, v in {**shared, **local}.items()})
+    expected = public(x, reference, frozen.text, y, frozen.scale, method.adaptation_weight)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-10)
+    grads = {name: value.grad for name, value in public.named_parameters()}
+    for key, value in trained.items():
+        gradient = torch.zeros_like(value) if value.grad is None else value.grad  # of a bias before a BatchNorm: zero
+        assert torch.allclose(gradient, grads[module_name(key)], atol=1e-9), key
+    buffers = dict(public.named_buffers())
+    assert new and all(torch.allclose(value, buffers[module_name(key)], atol=1e-9) for key, value in new.items())
+
+
+def test_passes_apart_send_no_gradient_through_the_reference_samples():
+    frozen = toy_world(make("faa-clip")).frozen
+    x, y, real = normalize(draw(12, 16, seed=1), dim=1), torch.arange(12) % 4, torch.ones(12, dtype=torch.bool)
+    for passes, has_gradient in (("joint", True), ("apart", False)):
+        method = make("faa-clip", passes=passes)
+        shared, local = method.init(frozen)
+        reference = normalize(draw(12, 16, seed=2), dim=1).requires_grad_()
+        x.requires_grad_()
+        method.loss(frozen, shared, local, Batch(x, y, real, reference), {})[0].backward()
+        assert (reference.grad is not None and bool(reference.grad.any())) == has_gradient

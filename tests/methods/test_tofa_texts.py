@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from fedvlm.core import Frozen, make
+from fedvlm.maths import gaussian_classes
+from fedvlm.maths.gaussian_classes import fixed_point_step
 from fedvlm.methods import tofa
+from fedvlm.testing import make_test_client
 
 CLASSES, DIM = 4, 8
 unit = torch.nn.functional.normalize
@@ -104,3 +108,40 @@ def test_margins_are_those_of_a_softmax_over_the_classes_present(at_once, monkey
             other_probabilities = torch.cat([p[: present[:c].sum()], p[present[: c + 1].sum() :]])
             margin = p[present[:c].sum()] - other_probabilities.max() if present[c] else torch.tensor(-1.0)
             assert float(actual[c, m]) == pytest.approx(float(margin), abs=1e-6)
+
+
+@pytest.mark.parametrize("mean", ["voters", "clients"])
+def test_the_mean_of_eq_6_is_over_voters_or_over_all_clients(mean):
+    means, texts = world()
+    method = tofa.TOFA(visual=False, text_mean=mean, sharpness=10.0)
+    frozen = Frozen(tuple("abcd"), DIM, 10.0, texts[:, 0], descriptions=texts[:, 1:])
+    shared, _ = method.init(frozen)
+    uploads = []
+    for held in ([0, 1, 2, 3], [0, 1], []):  # the classes of each client
+        y = torch.tensor([c for c in held for _ in range(20)], dtype=torch.long)
+        client = make_test_client(means[y], y, y[None], means[:0], y[:0])
+        uploads.append(method.update(frozen, shared, {}, client)[0])
+    terms = sum(upload["scores"].double() for upload in uploads) * fixed_point_step(tofa.MAX_TERM)
+    n_clients = torch.tensor([2, 2, 1, 1] if mean == "voters" else [3] * 4)
+    r = torch.cat([torch.zeros(4, 1), terms / n_clients[:, None]], dim=1)
+    expected = (r / method.temperature).softmax(1)
+    for form in (uploads, [gaussian_classes.add_uploads(uploads, uploads[0].keys())]):  # a verified sum is one upload
+        weights = method.aggregate(shared, form, torch.ones(len(form)), [str(i) for i in range(len(form))])["weights"]
+        assert torch.allclose(weights.double(), expected, atol=1e-6)
+
+
+def test_clip_gda_as_printed_is_the_public_formula_in_float64():
+    """G = d [(N - 1) Σ + tr(Σ) I]⁻¹, W = μ G, b = log(1/C) - μ G μ / 2; a constant of all classes does not count."""
+    draw = torch.Generator().manual_seed(3)
+    y = torch.arange(60) % CLASSES
+    x = unit(torch.randn(CLASSES, DIM, generator=draw)[y] + 0.7 * torch.randn(60, DIM, generator=draw), dim=1).double()
+    method = make("clip-gda", text=False, precision_factor="dim")
+    frozen = Frozen(tuple("abcd"), DIM, 10.0, None)
+    local = method.adapt(frozen, {}, {}, make_test_client(x, y, y[None], x[:0], y[:0]))
+    mean = torch.stack([x[y == c].mean(0) for c in range(CLASSES)])
+    centred = x - mean[y]
+    sigma = centred.T @ centred / (len(x) - 1)
+    precision = DIM * torch.linalg.inv((len(x) - 1) * sigma + sigma.trace() * torch.eye(DIM).double())
+    expected = x @ (mean @ precision).T - (mean @ precision * mean).sum(1) / 2
+    actual = x @ local["weight"].double().T + local["bias"].double()
+    assert torch.allclose(actual - actual[:, :1], expected - expected[:, :1], rtol=1e-4, atol=1e-3)

@@ -65,15 +65,13 @@ class UploadPipeline:
         return apply_change(upload, sent, change)
 
     def cost(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return what a round costs each client, as 1/z² of the Gaussian mechanism that the server sees.
+        """Return what a round costs each client, as 1/z² of its own Gaussian mechanism.
 
-        The server sees every upload, or in a verified sum only all of them with all their noise.
+        In a verified sum there is more noise, but a client cannot know that the others add theirs.
         """
         if not self.channel.noise_multiplier:
             return {}
-        square = sum(weight**2 for weight in weights.values())
-        fractions = {id: weight**2 / square if self.channel.verified else 1.0 for id, weight in weights.items()}
-        return {id: sum(step.cost(fraction) for step in self.steps) for id, fraction in fractions.items()}
+        return dict.fromkeys(weights, sum(step.cost(1.0) for step in self.steps))
 
 
 def join_channel_state(local: Tensors, channel_state: Tensors) -> Tensors:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedvlm.core import UPLOAD_SUM_MEANINGS, Method, upload_sum
+from fedvlm.core import UPLOAD_SUM_MEANINGS, Method, setting, upload_sum
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_fields
 from fedvlm.errors import FederationError, SettingsError
+from fedvlm.maths.privacy import find_noise_multiplier
 
 
 class ChannelError(FederationError):
@@ -18,7 +19,10 @@ class Channel:
     noise_multiplier: float = ranged_field(
         0.0, NON_NEGATIVE
     )  # standard deviation of the noise each client adds, as a multiple of clip
+    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # ε of all uploads, for which the noise is found; 0: as set
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
+    # members of a verified sum that a client trusts to add noise, itself included: each adds 1/√honest of it
+    honest: int = ranged_field(1, COUNT)
     quantise: bool = False  # 8 bits per value; rounding errors are added to the next upload
     verified: bool = False  # members add up masked uploads and check the sum; nobody sees an upload
     # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
@@ -33,6 +37,11 @@ class Channel:
             raise SettingsError(
                 f"channel.noise_multiplier = {self.noise_multiplier} is a multiple of the clip, "
                 "which is off; set channel.clip too"
+            )
+        if self.honest > 1 and not self.verified:
+            raise SettingsError(
+                f"channel.honest = {self.honest} is for noise inside a verified sum; set channel.verified = true, or "
+                "leave it out"
             )
         if self.quantise and self.verified:
             raise SettingsError(
@@ -64,6 +73,32 @@ def with_deployment_bound(channel: Channel, method: Method) -> Channel:
     if channel.bound or channel.verified or upload_sum(method) is None:
         return channel
     return replace(channel, bound="median")
+
+
+def has_sample_noise(method: Method) -> bool:
+    """Tell whether a method's uploads are sums over samples to which it adds noise."""
+    return upload_sum(method) == "total" and setting(method, "noise_multiplier") is not None
+
+
+def with_found_noise(channel: Channel, method: Method) -> tuple[Channel, Method]:
+    """Return channel and method with the noise that `epsilon` asks for: of samples, or of clients by clipping."""
+    if channel.honest > 1 and not has_sample_noise(method):
+        raise SettingsError(
+            f"channel.honest = {channel.honest} shares noise on sums over samples, and {method.name} has none; choose "
+            "tofa or ridge, or set channel.honest = 1"
+        )
+    if not channel.epsilon:
+        return channel, method
+    found = find_noise_multiplier(channel.epsilon, max(method.rounds, 1), channel.delta)
+    if has_sample_noise(method):
+        noisy: Method = replace(method, noise_multiplier=found, delta=channel.delta)
+        return channel, noisy
+    if channel.clip:
+        return replace(channel, noise_multiplier=found), method
+    raise SettingsError(
+        f"channel.epsilon = {channel.epsilon:g} finds no noise for {method.name}: its uploads are no sums over "
+        "samples; choose tofa or ridge, or set channel.clip for noise that protects all samples of a client together"
+    )
 
 
 def check_channel(channel: Channel, method: Method) -> None:

@@ -157,6 +157,9 @@ def count_classes(y: Tensor, n_classes: int, method: Method) -> Tensors:
 
     Samples of its small classes count together, as a last entry.
     """
+    if setting(method, "noise_multiplier"):  # exact counts would not be covered by its ε
+        nothing = torch.zeros(n_classes + 1, dtype=torch.int64)
+        return {"counts": nothing, "members": nothing, "samples": nothing[0]}
     smallest = setting(method, "min_class_samples") or 1
     counts = torch.bincount(y[y >= 0], minlength=n_classes)
     rest = counts[counts < smallest].sum()[None]
@@ -170,9 +173,10 @@ def class_limits(method: Method, dim: int, total: Tensors) -> Tensors:
 
     `open` (classes,) is 1 where enough members contribute to a class, `open rest` likewise of the samples of small
     classes; with `diagonal`, only the diagonal of second moments leaves. Only methods that upload class statistics
-    have limits; a site with noise may set its own.
+    have limits. With noise there are none: it protects single samples, and small classes by noisy counts.
     """
-    if (method.traits.classes.min_class_samples or 1) <= 1:  # none, or its owner allows single samples
+    is_open_to_all = (method.traits.classes.min_class_samples or 1) <= 1  # or its owner allows single samples
+    if is_open_to_all or setting(method, "noise_multiplier"):
         return {}
     is_open = (total["members"] >= MIN_CLASS_CLIENTS).double()
     limits = {"open": is_open[:-1], "open rest": is_open[-1]}

@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import sqlite3
+import stat
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -43,6 +44,7 @@ from fedvlm.storage.files import (
     to_toml,
     write_file,
     write_index,
+    write_json,
 )
 
 SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
@@ -51,6 +53,7 @@ KIT_FORMAT = 2  # of server.toml, site.toml and the messages between them
 REFERENCE_FILE = "reference.safetensors"  # in the server's folder, for methods that need one
 RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is asked for
 RUN_STATES_FILE = "run-states.json"  # in the server's folder: "running" or "ended" for each run since its start
+RECORDS_FILE = "records.json"  # in the server's folder: records of its runs elsewhere
 STOP_FILE = "stop.json"  # in the server's folder: the runs to stop
 K = TypeVar("K")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
@@ -248,18 +251,39 @@ def server_readme() -> str:
     )
 
 
+def record_folders(folder: Path) -> dict[str, Path]:
+    """Return the records of a server's runs by name; one outside its folder is named by its path."""
+    inside = {path.parent.name: path.parent for path in sorted((folder / "runs").glob("*/manifest.json"))}
+    listed = read_json(folder / RECORDS_FILE) if (folder / RECORDS_FILE).exists() else []
+    return inside | {path: Path(path) for path in listed if (Path(path) / "manifest.json").exists()}
+
+
+def register_record(folder: Path, record: Path) -> None:
+    """Register a record outside the server's folder, so that its commands find it."""
+    place = record.resolve()
+    if place.parent != (folder / "runs").resolve() and str(place) not in record_folders(folder):
+        listed = read_json(folder / RECORDS_FILE) if (folder / RECORDS_FILE).exists() else []
+        write_json(folder / RECORDS_FILE, [*(path for path in listed if path != str(place)), str(place)])
+
+
 KIT_FILES = ("server.toml", "site.toml")  # one of them makes a folder a server's or a site's
 SESSION_KEY_FILE = "session.key"  # of a verified sum: a restored folder must not continue an old session
 SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by its own means
 
 
 def write_backup(folder: Path, file: Path) -> int:
-    """Write a backup file and return how many files it holds; a site must not be running."""
+    """Write a backup file and return how many files it holds; a server may be running, a site must not."""
     if not any((folder / name).is_file() for name in KIT_FILES):
         raise SettingsError(f"{folder} is neither a server's folder nor a site's kit; name one")
-    if file.exists() or file.resolve().is_relative_to(folder.resolve()):
-        raise SettingsError(f"{file} exists already, or is inside {folder}; name a new file elsewhere")
-    with exclusive_lock(folder / ".lock", f"{folder} is in use; stop the site first"), _snapshot(folder) as copy:
+    if file.exists():
+        raise SettingsError(f"{file} exists already and is not overwritten; name a new file")
+    if file.resolve().is_relative_to(folder.resolve()):
+        raise SettingsError(f"{file} is inside {folder}, which it is a backup of; name a file elsewhere")
+    if not file.parent.is_dir():
+        raise SettingsError(f"there is no folder {file.parent} for the backup; create it first")
+    is_site = (folder / "site.toml").is_file()
+    message = f"site {folder} is running, and its ledger must not change meanwhile; stop the site first"
+    with exclusive_lock(folder / ".lock", message) if is_site else nullcontext(), _snapshot(folder) as copy:
         write_index(copy)
         names = [INDEX_FILE, *sorted(_relative_files(copy) - {INDEX_FILE})]
         with atomic_write(file) as draft_path:
@@ -274,6 +298,10 @@ def restore_backup(file: Path, folder: Path) -> int:
     """Restore a backup into a new folder if it is intact; return the number of files."""
     if folder.exists():
         raise SettingsError(f"{folder} exists already; keys are never overwritten: name a new folder")
+    if not file.is_file():
+        raise SettingsError(f"there is no backup {file}; name a file that `fedvlm deploy backup` wrote")
+    if not folder.parent.is_dir():
+        raise SettingsError(f"there is no folder {folder.parent} to restore into; create it first")
     with explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / "folder"
         make_private_folder(made)
@@ -315,10 +343,14 @@ def _snapshot(folder: Path) -> Iterator[Path]:
                 continue
             target = Path(place) / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".db":
+            if path.suffix == ".jsonl":  # a line that is being written is not in it yet
+                data = path.read_bytes()
+                write_file(target, data[: data.rfind(b"\n") + 1], stat.S_IMODE(path.stat().st_mode))
+            elif path.suffix == ".db":
                 with closing(sqlite3.connect(path)) as source_db, closing(sqlite3.connect(target)) as two:
                     source_db.backup(two)
                 target.chmod(0o600)
             else:
-                shutil.copy2(path, target)
+                with suppress(FileNotFoundError):  # a running server has just replaced or removed it
+                    shutil.copy2(path, target)
         yield Path(place)

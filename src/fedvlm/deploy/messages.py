@@ -28,6 +28,7 @@ try:
 except ImportError as error:
     raise SettingsError("a deployment needs the package pydantic; pip install 'fedvlm[flower]'") from error
 
+PROTOCOL = 1  # raised when a change of the messages makes two versions of fedvlm unable to talk
 MAX_COUNT = 10**9  # rounds, samples, classes, dimensions
 MAX_NUMBER = 1e15  # no valid number is larger; sums of such numbers stay finite
 SCORE_COUNTS = tuple(f"{split}_{count}" for split in SPLITS[1:] for count in ("rows", "hits"))
@@ -113,6 +114,9 @@ class OpenRequest(Header):
     """Ask a site to open a training."""
 
     spec: TrainingSpec
+    opening: Text = ""  # the same for a run and when it is resumed, another for each new run
+    software: Text = ""  # version of the server's fedvlm
+    protocol: Count = PROTOCOL
 
 
 class RoundRequest(Header):
@@ -162,6 +166,9 @@ class OpenReply(Header):
     local: TensorNames
     samples: SampleCounts
     template: Text = ""  # of methods that learn prompts
+    protocol: Count = PROTOCOL
+    data: Literal["first", "unchanged", "changed", "kept"] = "first"  # compared with the last run of this experiment
+    removed_classes: Count = 0  # classes without samples now, which had some
     software: Text = ""  # version of fedvlm at the site
 
 
@@ -214,6 +221,8 @@ def parse(model: type[F], header: Any, sender: str) -> F:
 def parse_request(header: Any) -> OpenRequest | RoundRequest | SumRequest:
     kind = header.get("kind") if isinstance(header, dict) else None
     if kind == "open":
+        if (theirs := header.get("protocol", PROTOCOL)) != PROTOCOL:
+            raise ReportedError("protocol", ours=PROTOCOL, theirs=theirs if type(theirs) is int else -1)
         return parse(OpenRequest, header, "the request")
     if kind in SUM_KINDS:
         return parse(SumRequest, header, "the request")
@@ -243,6 +252,7 @@ POLICY_REFUSALS = {
     "method": "the method is not allowed here",
     "clip": "channel.clip must be above 0 and at most {most:g}",
     "noise": "channel.noise_multiplier must be at least {least:g}",
+    "honest": "channel.honest must be at most {most:g}",
     "plain": "uploads leave this site in a verified sum only, or with the noise that its policy asks for; set "
     "channel.verified",
     "consent": "nobody at this site has consented to training",
@@ -255,7 +265,8 @@ POLICY_REFUSALS = {
     "class": "a class has fewer than {least} training samples, and the method uploads every class",
     "samples": "it has fewer than {least} training samples",
     "partition": "clients.shots and clients.ratios are chosen by the site, not by the server",
-    "upload": "the reply has {bytes} bytes, but this site sends at most {most}",
+    "upload": "the reply has {bytes} bytes, but this site sends at most {most}; raise max_upload_bytes in its policy, "
+    "or choose a method with smaller uploads or an encoder with fewer dimensions",
     "trainings": "all {most} trainings that this site allows have been opened",
     "rounds": "all {most} rounds that this site allows per training have been answered",
     "all rounds": "all {most} rounds that this site allows in total have been answered",
@@ -276,6 +287,7 @@ POLICY_REFUSALS = {
 }
 ERROR_MESSAGES = {code: f"refused by its policy: {text}" for code, text in POLICY_REFUSALS.items()} | {
     "request": "the request is invalid; the server runs another version of fedvlm",
+    "protocol": "it speaks protocol {ours} of fedvlm and the server {theirs}; install the same fedvlm at both",
     "closed": "the training is not open here; the server must open it first",
     "version": "it does not have the local tensors that the server continues from; restore its folder `state`, or run "
     "the experiment again from the start",

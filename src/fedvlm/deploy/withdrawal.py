@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import sha256
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedvlm.core import Method, Tensors, setting, upload_sum
 from fedvlm.deploy.identity.certificates import SiteCertificate, current_certificate, read_own_certificate
 from fedvlm.deploy.identity.enrolment import revoke_site
 from fedvlm.deploy.identity.keys import Signer, Verifier
-from fedvlm.deploy.kits import ServerKit, read_site
+from fedvlm.deploy.kits import ServerKit, read_site, record_folders
 from fedvlm.deploy.messages import Withdrawal, check_arrays, parse, training_key, training_spec
 from fedvlm.deploy.operations.events import EventLog
 from fedvlm.deploy.operations.security_log import log_security
@@ -224,18 +225,20 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
     """Remove a site by the file that it signed; return its name and what became of its contributions.
 
     Nothing changes if the file is not the site's, or claims uploads that were never accepted from it, or while a run is
-    going on. The site's key is revoked, so the same file is never applied twice.
+    going on. The site's key is revoked, so the same file is applied again only to further `records`.
     """
-    site, uploads = read_withdrawal(kit, file)
-    folders = [path.parent for path in sorted((kit.folder / "runs").glob("*/manifest.json"))]
+    applied_to = _applied_to(kit, file) if records else ""
+    site, uploads = read_withdrawal(kit, file, applied_to)
+    folders = {} if applied_to else {folder.resolve(): folder for folder in record_folders(kit.folder).values()}
     with ExitStack() as all:
-        runs = [Record(folder) for folder in (*folders, *records)]
+        runs = [Record(folder) for folder in (folders | {folder.resolve(): folder for folder in records}).values()]
         for record in runs:
             all.enter_context(record.lock())
         plans = [plan_item for record in runs for plan_item in _removal_plans(record, site, uploads)]
         for plan in plans:
             plan.apply()
-        revoke_site(kit, site)
+        if not applied_to:
+            revoke_site(kit, site)
     ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), read_regular(file, MAX_WITHDRAWAL_BYTES)
     lines = [
         {
@@ -252,8 +255,21 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
     return site, [plan.result for plan in plans]
 
 
-def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int, Tensors]]]:
-    """Return the site that signed the file, and its uploads by training and round."""
+def _applied_to(kit: ServerKit, file: Path) -> str:
+    """Return the site of a file that this server has accepted before, or nothing."""
+    try:
+        digest = sha256(read_regular(file, MAX_WITHDRAWAL_BYTES)).hexdigest()
+    except OSError:
+        return ""
+    lines = [line for line in Ledger(kit.folder).read().lines if line.get("kind") == "withdrawal"]
+    return next((str(line["site"]) for line in lines if line["content"] == digest), "")
+
+
+def read_withdrawal(kit: ServerKit, file: Path, accepted_of: str = "") -> tuple[str, dict[str, dict[int, Tensors]]]:
+    """Return the site that signed the file, and its uploads by training and round.
+
+    The signature of a file that was accepted before is not checked again: the site's key has ended since.
+    """
     try:
         message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
         fields = parse(Withdrawal, message.header, "the withdrawal")
@@ -262,14 +278,15 @@ def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int
         raise DataError(f"{file} cannot be read ({error.strerror}); name the site's file") from error
     except Exception as error:
         raise DataError(f"{file} is not a withdrawal, or damaged ({error}); send it again") from error
-    certificate: SiteCertificate = current_certificate(kit.folder, fields.client)
-    Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
-    if fields.federation != certificate.federation:
-        raise FederationError(f"{file} is for another federation")
+    if not accepted_of:
+        certificate: SiteCertificate = current_certificate(kit.folder, fields.client)
+        Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
+        if fields.federation != certificate.federation:
+            raise FederationError(f"{file} is for another federation")
     values, uploads = to_tensors(message.arrays), dict[str, dict[int, Tensors]]()
     for place, past in enumerate(fields.uploads):
         uploads.setdefault(past.training, {})[past.round] = _strip_prefix(values, f"{place}/")
-    return certificate.site, uploads
+    return accepted_of or certificate.site, uploads
 
 
 @dataclass

@@ -270,9 +270,10 @@ def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
     count = world.noise_size
     if not count:
         return torch.zeros(steps, 0)
+    share: float = world.channel.honest**-0.5  # of the noise in a verified sum
     if world.secret_noise:
-        return privacy.secure_normal(steps, count)
-    return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
+        return share * privacy.secure_normal(steps, count)
+    return share * torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
 
 
 def channel_noise(world: World, id: str, number: int) -> privacy.Draw:

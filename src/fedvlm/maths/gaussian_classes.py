@@ -20,7 +20,9 @@ GRAM_BLOCK_COLUMNS = 128  # columns of a block of a product of which only the tr
 MIN_SCATTER_PER_SAMPLE = 1e-4  # below it, the samples of a class count as identical
 LOW_RANK_DIM_RATIO = 2  # a low-rank fit is faster if there are so many dimensions per sample
 LOW_RANK_MIN_SHRINKAGE = 0.1  # the least ridge at which a low-rank fit is as exact in float32 as a Cholesky factor
-SENSITIVITY = 3**0.5  # L2: a sample changes a count by 1, a class sum by norm 1 and the triangle of Σ x xᵀ by at most 1
+# L2: a sample replaced by one of another class changes two counts by 1, two class sums by norm 1, and the triangle of
+# Σ x xᵀ by at most √2; other pairs change less (docs/security/privacy.md).
+SENSITIVITY = 6**0.5
 
 
 class Moments(NamedTuple):
@@ -398,7 +400,7 @@ def released_class_sums(
     """Return counts, class sums and the triangle of Σ x xᵀ of classes that may be uploaded, with noise.
 
     `allowed` (classes,) is True where a class may be uploaded. Small classes are suppressed by the noisy counts that
-    are uploaded, so the choice reveals nothing more.
+    are uploaded, so the choice reveals nothing more; with noise and a minimum of 1 no class is suppressed.
     """
     classes, dim = len(allowed), x.shape[1]
     counts = class_membership(y, classes).sum(0)
@@ -409,8 +411,8 @@ def released_class_sums(
         counts = add_noise(counts, std, on_counts).round()
         x = x.double() / x.norm(dim=1, keepdim=True).clamp(min=1)
     counts = torch.where(allowed, counts, 0.0)  # a mask: it cannot raise a count
-    is_released = counts >= min_samples
-    _, sums, second = packed_class_sums(x, suppress_small_classes(y, counts, min_samples), classes)
+    is_released = allowed if multiplier and min_samples <= 1 else counts >= min_samples
+    _, sums, second = packed_class_sums(x, torch.where(is_released[y.clamp(min=0)], y, -1), classes)
     if multiplier:
         sums = add_noise(sums, std, on_sums.reshape(classes, dim))
         sums = torch.where(is_released[:, None], sums, 0.0)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Tensors
-from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, POSITIVE_FRACTION, check_range
+from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, POSITIVE_FRACTION, Range, check_range
 from fedvlm.errors import SettingsError
 
 # Integer orders only: fractional ones do not always converge, and print warnings.
@@ -66,6 +66,18 @@ def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, del
     accountant = renyi.RdpAccountant(ORDERS)
     accountant.compose(dp.SelfComposedDpEvent(step, steps))
     return min(unsampled_epsilon, float(accountant.get_epsilon(delta)))  # sampling never costs privacy
+
+
+def find_noise_multiplier(target: float, releases: int, delta: float = 1e-5) -> float:
+    """Return the smallest noise multiplier (to 0.1 %) whose ε over all releases is at most `target`."""
+    check_range("epsilon", target, Range(0, above=True))
+    low, high = 1e-3, 1.0
+    while epsilon(high, releases, delta=delta) > target:
+        low, high = high, 2 * high
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if epsilon(middle, releases, delta=delta) > target else (low, middle)
+    return high
 
 
 def secure_normal(*shape: int) -> Tensor:

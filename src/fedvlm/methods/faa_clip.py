@@ -19,7 +19,7 @@ from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
 from fedvlm.maths import networks
 from fedvlm.methods._heads import zero_shot_logits
 from fedvlm.methods._settings import AdamSettings
-from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks
+from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks, update_sequentially
 from fedvlm.parts import join_state, split_state
 from fedvlm.parts.training import adam_step
 
@@ -45,6 +45,9 @@ class FAACLIP(AdamSettings):
     adaptation: bool = True  # False: no discriminator ("w/o DA"), and no reference set
     reference: Literal["public", "target"] = "public"  # D_tgt, the samples that the discriminator compares with
     adaptation_weight: float = ranged_field(0.5, NON_NEGATIVE)  # λ of eq. 6
+    # "joint" is eq. 5 and 6: one pass of both domains, gradients through both; "apart" is the public code: a pass of
+    # each domain through mask and discriminator, without a gradient through the reference samples
+    passes: Literal["joint", "apart"] = "joint"
     shared_discriminator: bool = False  # "w/ shared D"
     local_norm: bool = False  # "w/o shared BN"
     mask_duplicates: bool = False  # samples of one class are not negatives of each other
@@ -96,23 +99,34 @@ class FAACLIP(AdamSettings):
         assert frozen.text is not None
         parameters = {**shared, **local}
         x, y, real, size = batch.x, batch.y, batch.real, len(batch.x)
-        if self.adaptation:  # in one pass: separate BatchNorms would hide a shift from the discriminator
+        is_joint = self.adaptation and self.passes == "joint"
+        if is_joint:  # separate BatchNorms hide a shift from the discriminator
             real = torch.cat([real, torch.ones(len(batch.reference), dtype=torch.bool)])
             x = torch.cat([x, batch.reference])
         masked, new = self.features(parameters, x, real)
         fit = networks.contrastive_loss(masked[:size], frozen.text, y, batch.real, frozen.scale, self.mask_duplicates)
         if not self.adaptation:
             return fit, new
-        reversed_features = networks.reverse_gradient(masked)
-        domain_logits, statistics = networks.apply_layers(DISCRIMINATOR, "judge", parameters, reversed_features, real)
+        judge = partial(networks.apply_layers, DISCRIMINATOR, "judge")
+        if is_joint:
+            domain_logits, statistics = judge(parameters, networks.reverse_gradient(masked), real)
+            client_logits, reference_logits = domain_logits[:size, 0], domain_logits[size:, 0]
+        else:
+            all_real = torch.ones(len(batch.reference), dtype=torch.bool)
+            reference, reference_new = self.features({**parameters, **new}, batch.reference, all_real)
+            new = new | reference_new
+            logits, statistics = judge(parameters, networks.reverse_gradient(masked), real)
+            more_logits, more = judge({**parameters, **statistics}, reference.detach(), all_real)
+            client_logits, reference_logits, statistics = logits[:, 0], more_logits[:, 0], statistics | more
         # Both domains have half of the loss, also where the last minibatch is short.
-        client_loss = torch.where(batch.real, softplus(-domain_logits[:size, 0]), 0.0).sum()
-        client_loss = client_loss / batch.real.sum().clamp(min=1)
-        reference_loss = softplus(domain_logits[size:, 0]).sum() / max(1, len(domain_logits) - size)
+        client_loss = torch.where(batch.real, softplus(-client_logits), 0.0).sum() / batch.real.sum().clamp(min=1)
+        reference_loss = softplus(reference_logits).sum() / max(1, len(reference_logits))
         return fit + self.adaptation_weight * (client_loss + reference_loss) / 2, new | statistics
 
     def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         """Update many clients at once, as many as fit a core's cache; equal to `update` but for rounding."""
+        if self.adaptation and self.passes == "apart":
+            return update_sequentially(self, frozen, sent, local, clients)
         bytes_per_client = sum(v[0].numel() * v.element_size() for v in (*sent.values(), *local.values()))
         size = max(1, BYTES_PER_CHUNK // bytes_per_client)
         return update_in_chunks(partial(train_stacked, self, frozen), size, sent, local, clients)

@@ -40,6 +40,7 @@ class TOFA(StatisticsSettings):
     shrinkage: float = 1.0  # λ of the ridge λ tr(S)/(ν - 1); the paper says only "small"
     sharpness: float = ranged_field(100.0, POSITIVE)  # s_t of eq. 5, which prints none: with 1 all texts weigh the same
     temperature: float = 0.5  # τ_t of eq. 7
+    text_mean: Literal["voters", "clients"] = "voters"  # r of eq. 6: over clients that vote on a class, or over all K
     # samples that calibrate the modalities: training samples, each left out once, or validation samples
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     # largest number of samples of a client; sets the fixed point of uploads
@@ -119,6 +120,8 @@ class TOFA(StatisticsSettings):
             upload["texts"] = client.texts
         elif self.text:
             upload |= score_texts(frozen, sent, counts, sums, self.sharpness)
+            if self.text_mean == "clients":
+                upload["clients"] = torch.ones(1, dtype=torch.int32)
         return upload, local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
@@ -134,6 +137,8 @@ class TOFA(StatisticsSettings):
         if "moments" in total:
             out |= gaussian_classes.pooled_prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
+            if "clients" in total:  # all vote, those without the class, or whose template fails, with 0
+                total["voters"] = total["clients"].expand_as(total["voters"])
             out |= align_texts(shared, total, self.temperature)
         if "texts" in uploads[0]:  # of all clients, ordered by id, without columns of padding
             texts = torch.cat([uploads[i]["texts"] for i in sorted(range(len(ids)), key=lambda i: ids[i])], dim=1)
@@ -204,8 +209,9 @@ class TOFA(StatisticsSettings):
             voters = upload["voters"].double()
             terms = from_fixed_point(upload["scores"], MAX_TERM)
             out["scores"] = (terms / voters.clamp(min=1)[:, None], voters)
-        if "holders" in upload:
-            out["holders"] = (upload["holders"][:, None][:, :0].double(), upload["holders"].double())
+        for key in ("holders", "clients"):
+            if key in upload:
+                out[key] = (upload[key][:, None][:, :0].double(), upload[key].double())
         return out
 
     def from_means(self, means: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
@@ -220,8 +226,7 @@ class TOFA(StatisticsSettings):
             terms, voters = means["scores"][0], means["scores"][1].round()
             out["scores"] = (terms * voters[:, None] / fixed_point_step(MAX_TERM)).round().long()
             out["voters"] = voters.long()
-        if "holders" in means:
-            out["holders"] = means["holders"][1].round().long()
+        out |= {key: means[key][1].round().long() for key in ("holders", "clients") if key in means}
         return out
 
     name, send = "tofa", parts.send_all

@@ -19,7 +19,7 @@ from fedvlm.core import make
 from fedvlm.data.table import Dataset, EmbeddedTable, count_classes
 from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError, FedVLMError
-from fedvlm.report.page.render import page_shell
+from fedvlm.report.page.render import open_template, page_shell
 from fedvlm.runner.load import Progress, load, open_data
 from fedvlm.runner.prepare import Prepared, check_samples, prepare
 from fedvlm.runner.run import execute
@@ -219,13 +219,7 @@ def measure_images(
 
 def write_report(report: DataReport, path: Path) -> Path:
     """Write the report as one HTML page that works without a network."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("fedvlm.report.page", "templates"), autoescape=True, undefined=StrictUndefined
-    )
-    environment.globals["colour"] = str  # the macros ask for it
-    html = environment.get_template("data_report.html").render(**page_shell(), report=report, facts=headline(report))
+    html = open_template("data_report.html").render(**page_shell(), report=report, facts=headline(report))
     write_file(path, html.encode())
     return path
 

@@ -253,6 +253,12 @@ def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = (
     return pandas.DataFrame(rows).set_index("method")
 
 
+AUDIT_COLUMNS = (
+    *("AUC upload", "AUC span", "AUC span of sum", "recovered", "recovered from sum"),
+    *("AUC shared", "AUC personal"),
+)
+
+
 def write_audit(result: Record, lines: list[dict[str, Any]]) -> None:
     """Write an audit into the run's folder; it replaces an earlier one."""
     write_json(result.folder / AUDIT_FILE, {"lines": lines})
@@ -274,18 +280,20 @@ def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
         for (exchange, key), field in fields.items()
     ]
     names = ["client", "exchange", "bytes", "classes", "smallest class"]
-    areas = ["AUC upload", "AUC shared", "AUC personal"]
 
     def cell(value: Any) -> str:
-        return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+        return "not measured" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
     body = [
-        [*(cell(line[key]) for key in (*names, *areas)), cell("inf" if line["epsilon"] is None else line["epsilon"])]
+        [
+            *(cell(line.get(key)) for key in (*names, *AUDIT_COLUMNS)),
+            "inf" if line["epsilon"] is None else cell(line["epsilon"]),
+        ]
         for line in lines
     ]
     return "\n".join(
         [
             render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True),
-            render_table([*names, *areas, "ε"], body, form),
+            render_table([*names, *AUDIT_COLUMNS, "ε"], body, form),
         ]
     )

@@ -28,9 +28,11 @@ from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.load import Progress, load, shrink_for_smoke
 from fedvlm.runner.prepare import Prepared, prepare
+from fedvlm.runner.reconstruction import recovered_from_sum, recovered_from_upload, span_auc
 from fedvlm.runner.settings import Settings, build
 
 Line = dict[str, Any]
+MAX_ATTACKED_CLIENTS = 4  # whose samples a crafted head is tried on; each takes seconds
 
 
 def audit(
@@ -56,11 +58,18 @@ def audit(
         tasks = [Task(id, at.method.send(before, id), local_before.get(id, blank), True) for id in sorted(chosen.train)]
         done = Sequential(at).round(number, tasks).replies
         received = {task.id: as_received(at, number, task, done[task.id].upload or {}) for task in tasks}
+        ids = [task.id for task in tasks]
+        of_sum = {"AUC span of sum": span_auc(at, ids, [received[id] for id in ids])}
+        of_sum["recovered from sum"] = recovered_from_sum(at, ids) if phase != "next" else None
         for task in tasks:
             sent = world.method.send(shared, task.id)
             line: Line = {"training": chosen.name, "client": task.id, "exchange": phase}
             line |= describe_upload(at, task.id, received)
             line["AUC upload"] = upload_auc(at, task, received, blank)
+            line["AUC span"] = span_auc(at, [task.id], [received[task.id]])
+            is_attacked = phase != "next" and task.id in ids[:MAX_ATTACKED_CLIENTS]
+            line["recovered"] = recovered_from_upload(at, task.id) if is_attacked else None
+            line |= of_sum
             line["AUC shared"] = loss_auc(world, sent, initial_local, task.id)
             line["AUC personal"] = loss_auc(world, sent, local[task.id], task.id)
             lines.append({**line, "epsilon": spent.get(task.id)})

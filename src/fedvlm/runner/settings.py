@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from fedvlm.channel.settings import Channel, check_channel
+from fedvlm.channel.settings import Channel, check_channel, with_found_noise
 from fedvlm.channel.verified import check_verified
 from fedvlm.core import MIN_CLASS_SAMPLES, Method, is_method, make
 from fedvlm.core.schema import (
@@ -162,6 +162,8 @@ def _check_combination(settings: Settings) -> Settings:
     settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds must be one or more different numbers, got {list(settings.seeds)}")
+    channel, method = with_found_noise(settings.channel, settings.method)
+    settings = replace(settings, channel=channel, method=method)
     check_channel(settings.channel, settings.method)
     _check_verified(settings)
     if settings.centralised and adapts(settings.method):
@@ -252,7 +254,7 @@ def _check_verified(settings: Settings) -> None:
 def _with_privacy_guard(method: Method, settings: Settings) -> Method:
     """Return a method that uploads class statistics only of enough samples of a class."""
     min_samples = method.traits.classes.min_class_samples
-    if settings.allow_small:
+    if settings.allow_small or settings.channel.honest > 1:  # of shared noise, a client's own hides no count
         return method if min_samples is None else replace(method, min_class_samples=1)
     if min_samples is not None and min_samples < MIN_CLASS_SAMPLES:
         raise SettingsError(

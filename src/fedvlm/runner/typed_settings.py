@@ -10,6 +10,7 @@ class MethodSettings(TypedDict, total=False):
     adaptation: bool
     adaptation_weight: float
     alpha: float
+    attention_heads: int
     average: Literal["factors", "products"]
     batch_size: int
     betas: Sequence[float]
@@ -18,6 +19,8 @@ class MethodSettings(TypedDict, total=False):
     class_prior: bool
     classifier: Literal["nb", "lda", "qda"]
     clip: float
+    contrast_temperature: float
+    contrast_weight: float
     covariance: Literal["spherical", "diagonal"]
     ctx_init: Literal["random", "template"]
     damping: float
@@ -26,10 +29,14 @@ class MethodSettings(TypedDict, total=False):
     distil: float
     entropy_reg: float
     eps: float
+    experts: int
     feature_norm: float
     form: Literal["server-coop", "random-meta", "all-global"]
     fusion: bool
     gamma: float
+    gate_dim: int
+    gate_heads: int
+    gate_scale: float
     head: Literal["text", "random"]
     head_epochs: int
     iterations: int
@@ -37,6 +44,7 @@ class MethodSettings(TypedDict, total=False):
     local_head: bool
     local_norm: bool
     local_vectors: int
+    local_weight: float
     lr: float
     map_epochs: int
     mask: Literal["full", "deeper", "no norm", "no second", "linear, norm", "linear"]
@@ -50,7 +58,9 @@ class MethodSettings(TypedDict, total=False):
     mu: float
     n_ctx: int | None
     noise_multiplier: float
+    passes: Literal["joint", "apart"]
     persist: bool
+    precision_factor: Literal["posterior", "dim"]
     prior: float
     prompts: int
     prompts_per_client: int
@@ -68,6 +78,7 @@ class MethodSettings(TypedDict, total=False):
     targets: Sequence[str]
     tau: float
     temperature: float
+    text_mean: Literal["voters", "clients"]
     transport: Literal["unbalanced", "classical", "averaging"]
     units: int
     visual: bool

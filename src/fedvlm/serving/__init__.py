@@ -21,7 +21,7 @@ from fedvlm.encoders.images import decode
 from fedvlm.encoders.serve import MAX_BATCH, MAX_BYTES, Gateway, RequestRefused, Service, new_application
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.report.explain import explain_image
-from fedvlm.report.page.render import page_shell
+from fedvlm.report.page.render import open_template, page_shell
 
 MAX_COVERAGE = 0.999
 STYLE = """
@@ -98,9 +98,7 @@ class ClassifierService:
             is_number = isinstance(coverage, int | float) and not isinstance(coverage, bool)
             if not is_number or not 0 < coverage <= MAX_COVERAGE:
                 raise RequestRefused(422, f"coverage must be above 0 and at most {MAX_COVERAGE}")
-            coverage = float(f"{coverage:.6f}")  # the exact fraction of more digits is no sensible request
-            if not 0 < coverage <= MAX_COVERAGE:
-                raise RequestRefused(422, "coverage must be at least 0.000001")
+            coverage = max(1e-6, round(float(coverage), 6))  # the exact fraction of more digits is slow
         options = Options(coverage, self.can_reject)
         try:
             options.check(self.classifier)
@@ -269,10 +267,6 @@ def _request(service: ClassifierService, is_batch: bool) -> dict[str, Any]:
 
 def render_page(info: Mapping[str, Any]) -> tuple[str, str]:
     """Return the page and its content security policy; it sends requests only to where it came from."""
-    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
-
-    place = files("fedvlm.serving")
-    parts = page_shell((place / "page.js").read_text("utf-8"), STYLE, "connect-src 'self'")
-    loaders = [FileSystemLoader(Path(str(place))), PackageLoader("fedvlm.report.page", "templates")]
-    environment = Environment(loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("page.html").render(**parts, info=info), parts["policy"]
+    script = (files("fedvlm.serving") / "page.js").read_text("utf-8")
+    parts = page_shell(script, STYLE, "connect-src 'self'")
+    return open_template("page.html", "fedvlm.serving").render(**parts, info=info), parts["policy"]

@@ -92,6 +92,7 @@ def start_superlink(kit: ServerKit) -> Process:
         *(sys.executable, "-m", "fedvlm.deploy.flower.server", "superlink", str(kit.folder.resolve())),
         *(host, str(port)),
     ]
+    _check_port_free(host, port)
     env = flower_environment(kit.folder / "flwr")
     link = Process("superlink", command, kit.folder / "superlink.log", env)
     try:
@@ -100,6 +101,16 @@ def start_superlink(kit: ServerKit) -> Process:
         link.stop()
         raise
     return link
+
+
+def _check_port_free(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise FederationError(
+            f"the server cannot listen on port {port} ({os.strerror(error.errno or 0)}); is another server or program "
+            "running there? stop it, or change the port in server.toml"
+        ) from error
 
 
 def is_server_up(kit: ServerKit) -> bool:

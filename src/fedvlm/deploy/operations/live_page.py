@@ -20,7 +20,7 @@ from fedvlm.deploy.operations.status import is_server, site_status, status
 from fedvlm.deploy.site.consent import accept_request, format_request, refuse_request, waiting_requests
 from fedvlm.deploy.site.people import LoginError, authenticate, read_people
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.report.page.render import page_shell
+from fedvlm.report.page.render import open_template, page_shell
 from fedvlm.report.page.svg import draw_chart
 
 
@@ -40,20 +40,13 @@ def render_consent_page(folder: Path, token: str = "") -> tuple[str, str]:
 
 
 def _render(template: str, token: str, **values: Any) -> tuple[str, str]:
-    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
-
     package = files("fedvlm.deploy.operations")
     parts = page_shell(
         (package / "live.js").read_text("utf-8"), (package / "live.css").read_text("utf-8"), "connect-src 'self'"
     )
-    env = Environment(
-        loader=ChoiceLoader([FileSystemLoader(Path(str(package))), PackageLoader("fedvlm.report.page", "templates")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
     query = f"?token={quote(token)}"
-    return env.get_template(template).render(**parts, **values, query=query), parts["policy"]
+    html = open_template(template, "fedvlm.deploy.operations").render(**parts, **values, query=query)
+    return html, parts["policy"]
 
 
 def pack_classifier(folder: Path, name: str) -> bytes | None:

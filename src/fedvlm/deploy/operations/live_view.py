@@ -103,7 +103,9 @@ def run_card(state: State) -> Card:
     facts = [("method", f"{run['method']}, {run['training']}"), ("round", f"{run['round']} of {run['rounds']}")]
     if "seconds left" in run:
         facts.append(("time left", f"about {format_seconds(run['seconds left'])}"))
-    if run.get("share") is not None:
+    if run.get("table"):  # as the command prints it
+        facts += run["table"].items()
+    elif run.get("share") is not None:
         facts.append(("accuracy so far", events.format_percent(run["share"])))
     facts.append(("moved", format_bytes(1000 * run["total kB"])))
     if run.get("seconds") is not None:

@@ -30,7 +30,7 @@ from fedvlm.deploy.identity.certificates import (
     read_own_certificate,
 )
 from fedvlm.deploy.identity.enrolment import server_days_left
-from fedvlm.deploy.kits import ServerKit, SiteKit, listen_address, read_server, read_site
+from fedvlm.deploy.kits import ServerKit, SiteKit, listen_address, read_server, read_site, record_folders
 from fedvlm.deploy.operations import events
 from fedvlm.deploy.site.consent import describe_consent
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
@@ -82,7 +82,7 @@ def server_status(folder: Path) -> State:
                 accuracy = event.get("results", {}).get(site)
                 sites.setdefault(site, {}).update(state="answers", why="", time=event["time"], accuracy=accuracy)
         elif kind in END_STATES:
-            run |= {"state": kind, "why": event.get("why", "")}
+            run |= {"state": kind, "why": event.get("why", ""), "table": event.get("table", {})}
         if name in sites and kind in ("connected", "refused", "missing"):
             sites[name].update(state=kind, why=event.get("why", ""), time=event["time"])
             sites[name] |= {key: event[key] for key in ("samples", "version") if key in event}
@@ -168,9 +168,12 @@ def format_status(state: State) -> list[str]:
     lines = [f"the server at {state['address']} {up}"]
     if run := state["run"]:
         accuracy = events.format_percent(run.get("share"))
+        result = f", validation accuracy {accuracy}" if accuracy else ""
+        if table := run.get("table"):  # as the command prints it
+            result = "".join(f", {column} {cell}" for column, cell in table.items())
         lines.append(
             f"{run['method']}, {run['training']}: {run['state']}, round {run['round']} of "
-            f"{run['rounds']}{', accuracy ' + accuracy if accuracy else ''} {run.get('why', '')}".rstrip()
+            f"{run['rounds']}{result} {run.get('why', '')}".rstrip()
         )
     for name, site_state in state["sites"].items():
         samples = f", {site_state['samples']} training samples" if "samples" in site_state else ""
@@ -183,16 +186,16 @@ def format_status(state: State) -> list[str]:
 def list_runs(folder: Path) -> list[State]:
     """List the records in a server's folder with their progress."""
     out = []
-    for path in sorted((folder / "runs").glob("*/manifest.json")):
-        record = Record(path.parent)
-        manifest = read_json(path)
+    for name, path in record_folders(folder).items():
+        record = Record(path)
+        manifest = read_json(path / "manifest.json")
         lines = record.lines()
         out.append(
             {
-                "name": path.parent.name,
+                "name": name,
                 "method": manifest["identity"]["method"]["name"],
                 "state": "running"
-                if is_locked(path.parent / ".lock")
+                if is_locked(path / ".lock")
                 else "finished"
                 if record.result() is not None
                 else "stopped",

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from time import monotonic, sleep
 from typing import Any
 
 from torch import Tensor
 
-from fedvlm import tensors
+from fedvlm import __version__, tensors
 from fedvlm.channel import Channel
 from fedvlm.channel.validation import check_sample_count, tensor_schema
 from fedvlm.core import Tensors
@@ -19,6 +20,7 @@ from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.deploy.messages import (
     MAX_NUMBER,
+    PROTOCOL,
     check_arrays,
     check_reply,
     encoder_fingerprint,
@@ -84,6 +86,8 @@ class RemoteEngine(FlowerEngine):
         self.rejected_nodes: dict[int, float] = {}  # nodes of sites that took no part, and when
         self.unidentified_nodes: dict[int, str] = {}  # nodes that are nobody's here; never asked again
         self.excluded_nodes = frozenset(excluded_nodes)
+        self.opening = token_hex(8)  # of a new run; a resumed one has that of its begin
+        self.notes: list[str] = []  # on the sites' data and versions, for the record
 
     def seal(self, message: Message) -> Message:
         return self.sign(message)
@@ -185,6 +189,7 @@ class RemoteEngine(FlowerEngine):
         if not new:
             return
         header = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
+        header |= {"opening": self.opening, "software": __version__, "protocol": PROTOCOL}
         message = Message(header, to_arrays(self.reference))
         exchange = self.opening_exchange(new, patience)
         for id, reply in exchange.exchange(dict.fromkeys(new, message), 0).items():
@@ -215,9 +220,17 @@ class RemoteEngine(FlowerEngine):
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
         self.log_event("connected", site=name, samples=self.rows[name], version=header.get("software", ""))
+        for text in describe_opening(header):
+            self.notes.append(f"{name} {text}")
+            self.log_event("notice", site=name, text=text)
 
     def check_opening(self, message: Message, request: Message) -> None:
         """Check what a single site can get wrong; differences between sites are checked later."""
+        if (protocol := message.header.get("protocol", PROTOCOL)) != PROTOCOL:
+            raise FederationError(
+                f"it runs fedvlm {str(message.header.get('software'))[:20]!r} with protocol {str(protocol)[:20]}, and "
+                f"the server {__version__!r} with protocol {PROTOCOL}; install the same fedvlm at both"
+            )
         check_reply(message, request.header)
         check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
         header, expected_classes = message.header, self.spec["classes"]
@@ -284,6 +297,20 @@ def known_templates(source: Mapping[str, Any]) -> set[str]:
     if templates is not None:
         return {templates} if isinstance(templates, str) else set(map(str, templates))
     return {template for entry in catalogue().values() for template in entry.templates} | set(Dataset.templates)
+
+
+def describe_opening(header: Mapping[str, Any]) -> list[str]:
+    """Describe what is unusual about a site that opened a training: its version, or data that have changed."""
+    texts = []
+    if (version := header.get("software", "")) not in ("", __version__):
+        texts.append(f"runs fedvlm {version}, and the server {__version__}")
+    if header.get("data") == "changed":
+        gone = header["removed_classes"]
+        text = "has other data than in its last run of this experiment"
+        texts.append(text + (f"; {gone} of its classes have no samples any more" if gone else ""))
+    elif header.get("data") == "kept":
+        texts.append("uses the samples that it had when it last opened this experiment, though its data have changed")
+    return texts
 
 
 def known_nodes(kit: ServerKit) -> dict[str, int]:

@@ -23,6 +23,8 @@ from fedvlm.deploy.kits import (
     ServerKit,
     create_kits,
     read_server,
+    record_folders,
+    register_record,
 )
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
 from fedvlm.deploy.server.run import (
@@ -123,6 +125,7 @@ def run_over_sites(
         if progress_file.exists():
             report_progress(*read_json(progress_file))
 
+    register_record(kit.folder, folder)
     request = {"out": str(folder.resolve()), "identity": settings.identity(), **settings.statement, "rules": rules}
     _request_run(kit, request, lambda: record.result() is not None, print_line, step)
     progress_file.unlink(missing_ok=True)
@@ -188,10 +191,10 @@ def stop_runs(kit: ServerKit) -> list[str]:
 
 def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
     """Resume a run of this name in the server's folder."""
-    place = kit.folder / "runs" / name
-    run_names = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
-    if name not in run_names:
-        raise unknown_name("run of this server", name, run_names)
+    records = record_folders(kit.folder)
+    place = records.get(name) or records.get(str(Path(name).resolve()))
+    if place is None:
+        raise unknown_name("run of this server", name, list(records))
     settings = stated_settings(read_json(place / "manifest.json"))
     return run_over_sites(kit, settings, place, progress=progress, print_line=print_line)
 

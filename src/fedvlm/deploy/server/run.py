@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from statistics import fmean
 from typing import Any
 
@@ -34,6 +35,7 @@ from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
+from fedvlm.report.tables import table_cells
 from fedvlm.runner import tune
 from fedvlm.runner.load import encode, load, open_data, open_encoder_with_notes
 from fedvlm.runner.manifest import build_manifest
@@ -182,6 +184,7 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
 
 MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
 
@@ -318,8 +321,20 @@ class DeployedRun:
         engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
         )
+        engine.opening = self.opening_token(file_name(training, seed), is_trial=tuning is not None)
         engine.wait_for_sites()
         return engine
+
+    def opening_token(self, name: str, is_trial: bool) -> str:
+        """Return what tells a site whether a training begins or is resumed; a tuning search goes on for ever."""
+        if is_trial:
+            return "tuning"
+        path, place = self.kit.folder / OPENINGS_FILE, f"{self.record.folder.resolve()}/{name}"
+        openings = dict(read_json(path)) if path.exists() else {}
+        has_begun = any(self.record.folder.glob(f"trainings/{name}.*"))
+        if not (has_begun and place in openings):
+            write_json(path, openings := {**openings, place: token_hex(8)})
+        return str(openings[place])
 
     @cached_property
     def run_plan(self) -> dict[str, Any]:
@@ -374,7 +389,8 @@ class DeployedRun:
         names = [training.name for training in trainings]
         dropped = dict.fromkeys(settings.seeds, 0)
         return {
-            **{"identity": settings.identity(), "memory": True, "notes": describe_protection(settings)},
+            **{"identity": settings.identity(), "memory": True},
+            "notes": [*describe_protection(settings), *engine.notes],
             **build_manifest(site_facts, names, engine.counts, dropped),
             **{"sites": list(self.kit.sites), "local": about["local"]},
             **settings.statement,
@@ -455,7 +471,10 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
 
     record = Record(Path(request["out"]), round_logger(log_event, settings.method.rounds))
     DeployedRun(grid, kit, settings, record, write_progress, log_event=log_event).run_all()
-    log_event("ended", record=str(record.folder))
+    head, body = table_cells([record])
+    cells = dict(zip(head[1:], body[0][1:], strict=True))  # the first column has its name
+    table = {column: cell for column, cell in cells.items() if column != "seeds"}
+    log_event("ended", record=str(record.folder), table=table)
 
 
 RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them
@@ -490,13 +509,16 @@ class LateJoin:
         self.check_compatible(engine)
         sent = method.send(record.outcome(training.name, seed)[0], self.site)
         Ledger(self.run.kit.folder).add("out", method.rounds, sent, kind="join", site=self.site, run=record.folder.name)
-        # One that took part goes on from its own tensors of the last round that it was in.
-        lines = [line for line in record.lines() if line["training"] == name]
-        took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
-        task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
-        answers = engine.adapt(method.rounds, [task])
+        if isinstance(engine, SumEngine):
+            transcript = Transcript(record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}")
+            scores: Mapping[str, Any] = engine.join(transcript, self.site)
+        else:  # one that took part goes on from its own tensors of the last round that it was in
+            lines = [line for line in record.lines() if line["training"] == name]
+            took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
+            task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
+            scores = engine.adapt(method.rounds, [task]).replies[self.site].scores
         self.run.log_event("joined", site=self.site, samples=engine.rows[self.site], training=name)
-        return answers.replies[self.site].scores
+        return scores
 
     def check_compatible(self, engine: RemoteEngine) -> None:
         """Compare the site with the run's sites: same encoder, same classes."""

@@ -130,6 +130,17 @@ class SumEngine(RemoteEngine):
             done[name] = ClientReply(None, RemoteState(number + 1), scores, 1, fields.described, is_encoded=True)
         return RoundReplies(done)
 
+    def join(self, transcript: Transcript, site: str) -> dict[str, Any]:
+        """Give a site that was no member the final state with what all members signed; return its scores."""
+        (plan, given), (entries, state), self.quorum = transcript.read_plan(), transcript.read_end(), 1.0
+        arrays = {f"plan/{key}": value for key, value in given.items()}
+        arrays |= {f"state/{key}": value for key, value in state.items()}
+        number = plan.settings.method.rounds
+        words = {"kind": "join", "training": self.training, "round": number, "client": site}
+        header = {**words, "plan": plan.to_bytes().decode(), "statements": entries}
+        reply = self.exchange({site: Message(header, to_arrays(arrays))}, number)[site]
+        return dict(parse(SumReply, reply.header, "the reply").scores or {})
+
     def _last_uploads(self, number: int) -> tuple[dict[str, Any], Tensors, str]:
         """Return the statements and uploads of the round before a round, with the state that comes of them."""
         entries, vectors, _ = self.transcript.read_sum(number - 1)

@@ -36,6 +36,8 @@ class Protection(Protocol):
     def noise_multiplier(self) -> float: ...
     @property
     def verified(self) -> bool: ...
+    @property
+    def honest(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Policy:
     noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be at least this
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
+    honest: int = ranged_field(1, COUNT)  # members trusted to add their noise to a sum, this site included
     plain: bool = False  # uploads may leave one by one and without noise, not only in a verified sum
     sum_of: int = ranged_field(3, Range(3))  # members that a verified sum must have, this site included
     member_changes: int = ranged_field(0, NON_NEGATIVE)  # other sets of members, in sums over the same samples
@@ -85,6 +88,8 @@ class Policy:
                 f"got {channel.noise_multiplier:g}",
                 least=self.noise_multiplier,
             )
+        if channel.honest > self.honest:
+            raise RequestRefused("honest", most=self.honest)
         if not (self.plain or channel.verified or self.noise_multiplier or self.epsilon):
             raise RequestRefused("plain")
         if len(labels) < self.min_samples:
@@ -102,7 +107,8 @@ class Policy:
     def with_min_class_samples(self, method: Method) -> Method:
         """Return the method with this site's minimum of samples per class, whatever the experiment says."""
         current_minimum = setting(method, "min_class_samples")
-        if current_minimum is None or current_minimum >= self.min_class_samples:
+        is_noise_shared = self.honest > 1 and setting(method, "noise_multiplier")  # it protects samples of any class
+        if current_minimum is None or current_minimum >= self.min_class_samples or is_noise_shared:
             return method
         made: Method = replace(method, min_class_samples=self.min_class_samples)
         return made
@@ -195,6 +201,10 @@ RULE_TEXTS = {
         "repeated requests use the noise up; above the limit no upload leaves",
     ),
     "delta": ("δ at which ε is counted", "the probability that the bound ε does not hold"),
+    "honest": (
+        "members trusted to add their noise to a verified sum, this site included",
+        "each then adds less noise; if one of them does not, ε is larger than counted",
+    ),
     "plain": (
         "uploads may leave one by one without noise, and not only in a verified sum",
         PLAIN_RISK,

@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from threading import Event
 from time import monotonic
 from typing import Any
@@ -27,6 +28,7 @@ from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import (
     ECHOED_FIELDS,
+    PROTOCOL,
     SCORE_COUNTS,
     SUM_KINDS,
     Header,
@@ -53,6 +55,7 @@ from fedvlm.deploy.site.consent import (
 )
 from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
+from fedvlm.deploy.site.snapshot import keep_samples
 from fedvlm.deploy.site.sums import SumMember
 from fedvlm.deploy.site.training import SiteTraining, compare_with_alone, load_site_training
 from fedvlm.engines.client import World, measure
@@ -115,7 +118,8 @@ class Site:
         try:
             fields = parse_request(request.header)
         except FederationError as error:  # signed, so the server may hear of it
-            return self._error_reply(None, ReportedError("request", str(error))), state
+            known = error if isinstance(error, ReportedError) else ReportedError("request", str(error))
+            return self._error_reply(None, known), state
         try:
             entry = _ledger_fields(fields)
             self.ledger.add("in", fields.round, to_tensors(request.arrays), to_bytes(request), **entry)
@@ -224,16 +228,19 @@ class Site:
         if key != request.header["training"]:
             raise ReportedError("request", "the key of the training does not match its settings")
         check_plan(spec, settings)
-        site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy)
+        folder, opening = self._folder(key), request.header.get("opening", "")
+        stored = read_json(folder / "training.json") if (folder / "training.json").exists() else {}
+        resumes = bool(opening) and stored.get("opening") == opening
+        site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy, resumes)
         policy.admit(settings.method, settings.channel, site_training.labels)
         if policy.consent:
             self._check_consent(spec, settings, site_training, policy)
         self._admit_tuning(spec, key, site_training, policy)
         self._log_suppressed_classes(site_training, policy)
-        folder = self._folder(key)
-        if (folder / "training.json").exists():
-            _check_same_encoder(read_json(folder / "training.json"), site_training)
-        write_json(folder / "training.json", {**spec, "encoder": site_training.encoder})
+        if stored:
+            _check_same_encoder(stored, site_training)
+        data = self._keep_samples(folder, site_training)
+        write_json(folder / "training.json", {**spec, "encoder": site_training.encoder, "opening": opening})
         write_tensors(folder / "reference.safetensors", sent, {})
         self._register(key, site_training)
         frozen, member = site_training.world.frozen, site_training.world.members[self.kit.name]
@@ -246,7 +253,7 @@ class Site:
             # Members of a verified sum add up their counts, and tell nobody their own.
             "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
-            "software": fedvlm.__version__,
+            **{"software": fedvlm.__version__, "protocol": PROTOCOL, **data},
         }
         self.log_event(
             "opened",
@@ -260,6 +267,22 @@ class Site:
         texts = {"text": frozen.text, "descriptions": frozen.descriptions if is_sum else None}
         first |= {name: value for name, value in texts.items() if value is not None}
         return Message(header, to_arrays(first))
+
+    def _keep_samples(self, folder: Path, site_training: SiteTraining) -> dict[str, Any]:
+        """Keep the samples of a run that begins, and return what the server learns of a change.
+
+        Replies and local tensors of other samples go: a new run begins without them.
+        """
+        chosen = site_training.samples
+        if chosen is None:
+            return {}
+        if chosen.note:
+            self.log_text(f"{site_training.title}: {chosen.note}")
+        if chosen.status == "changed":
+            rmtree(folder, ignore_errors=True)
+        if chosen.status in ("first", "changed"):
+            keep_samples(folder, chosen.rows)
+        return {"data": chosen.status, "removed_classes": chosen.n_removed_classes}
 
     def _check_consent(
         self, spec: Mapping[str, Any], settings: Settings, site_training: SiteTraining, policy: Policy

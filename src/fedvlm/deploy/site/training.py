@@ -13,9 +13,10 @@ from fedvlm.core import make
 from fedvlm.data.partition import ClientSplit
 from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, relabel
 from fedvlm.deploy.kits import SiteKit
-from fedvlm.deploy.messages import ReportedError, normalise_class_name
+from fedvlm.deploy.messages import ReportedError, normalise_class_name, training_key
 from fedvlm.deploy.site.ledger import upload_cost
 from fedvlm.deploy.site.policy import Policy
+from fedvlm.deploy.site.snapshot import ChosenSamples, choose_samples
 from fedvlm.engines.client import World, make_client, measure
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
@@ -37,6 +38,7 @@ class SiteTraining:
     origin: Mapping[str, Any]  # of the classifier, for its card: settings, data and code
     spec: Mapping[str, Any]  # as the server sent it
     is_trial: bool = False  # of a tuning search: it has no test samples and leaves no classifier
+    samples: ChosenSamples | None = None  # of all splits, and how they differ from those of the last run
     n_groups: int | None = None  # patients of the training samples, if the data name them
 
     @property
@@ -45,7 +47,12 @@ class SiteTraining:
 
 
 def load_site_training(
-    kit: SiteKit, settings: Settings, spec: Mapping[str, Any], reference: Tensor | None, policy: Policy
+    kit: SiteKit,
+    settings: Settings,
+    spec: Mapping[str, Any],
+    reference: Tensor | None,
+    policy: Policy,
+    resumes: bool = True,  # a run that has begun here; else the data of today are taken, if they may be
 ) -> SiteTraining:
     """Load a site's own samples for one training.
 
@@ -56,6 +63,12 @@ def load_site_training(
     if not kit.plays:
         policy.check_partition(settings.clients)
     rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, spec["classes"])
+    chosen = None
+    if not kit.plays:
+        has_noise = upload_cost(settings.method, settings.channel, len(rows.labels)) > 0
+        folder = kit.folder / "state" / training_key(spec)
+        chosen = choose_samples(folder, rows, resumes, has_noise, policy.min_class_samples)
+        rows = chosen.rows
     check_samples(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
@@ -79,7 +92,7 @@ def load_site_training(
     origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
     groups = None if rows.groups is None else rows.groups[train].tolist()
     n_groups = None if groups is None else len({*groups} - {""}) + groups.count("")  # one without a name is its own
-    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, n_groups)
+    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, chosen, n_groups)
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:

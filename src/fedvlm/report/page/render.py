@@ -8,7 +8,7 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -19,8 +19,11 @@ from fedvlm.report.charts import BubbleChart, Chart, Series
 from fedvlm.report.page.model import FEDERATED, build_model, run_kind
 from fedvlm.report.page.svg import draw_bubbles, draw_chart, draw_outliers, draw_positions, line_class
 from fedvlm.report.runs import Model, differing_settings, model_json
-from fedvlm.report.tables import format_cell
+from fedvlm.report.tables import AUDIT_COLUMNS, format_cell
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, write_file
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Run = Mapping[str, Any]
 MAX_SHOWN = 40  # clients or classes that a drawing has room for
@@ -54,20 +57,10 @@ def write_model(model: Model, out: Path) -> Path:
 
 def render_page(model: Model) -> str:
     """Render a model; the functions that the template calls are passed to it by name."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    env = Environment(
-        loader=PackageLoader("fedvlm.report.page", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
-    env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
     sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
     sections += [round_figures, calibration_figures, diagnostic_figures]
-    return env.get_template("report.html").render(
+    return open_template("report.html").render(
+        audit_columns=list(AUDIT_COLUMNS),
         **page_shell(),
         **{section.__name__: section(model) for section in sections},
         model=model,
@@ -75,6 +68,19 @@ def render_page(model: Model) -> str:
         rows=main_table_rows(model),
         settings=settings_table(model),
     )
+
+
+def open_template(name: str, package: str = "fedvlm.report.page") -> "Template":
+    """Open a template beside the templates of pages; `package` holds it, if it is none of those."""
+    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+
+    loaders = [FileSystemLoader(str(files(package))), PackageLoader("fedvlm.report.page", "templates")]
+    env = Environment(
+        loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
+    env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
+    return env.get_template(name)
 
 
 def page_shell(script: str = "", more_style: str = "", extra_policy: str = "") -> dict[str, Any]:
