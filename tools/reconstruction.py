@@ -6,7 +6,7 @@ its bias column counts them, and a slab with one sample is that sample. An embed
 the attacker takes for a sample has a cosine above 0.95 with it.
 
 plain: the real site under `plain = true`; the server sends what it likes.
-verified: the real sites under init's policy; the server tries a plain request, a crafted state, and crafted settings.
+verified: the real sites under init's policy; the server tries a plain request (tests try crafted states and settings).
 with a member: the sum over two honest sites of this size, at heads as steep as the bounds of a verified sum allow, in
 as many gradients as a plan has; that the member can lead the state to exactly these heads is assumed in its favour.
 Methods without a bias (fedavg) use the mean embedding in its place, and the length of a slab's sum as its count.

@@ -1,6 +1,6 @@
 """A server, or a member, that deviates from a verified sum gets nothing from an honest site.
 
-Every attack is run twice: against the site as it is, and against one whose check is switched off, where it succeeds.
+Every attack meets the site as it is; most also meet a site whose check is switched off, where the refusal is gone.
 """
 
 import json

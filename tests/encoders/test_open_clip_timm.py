@@ -189,6 +189,19 @@ def test_fingerprint_follows_weights_and_preprocessing(tmp_path: Path) -> None:
 
 
 @needs_libraries
+@pytest.mark.parametrize("kind", ["open_clip", "timm"])
+def test_half_precision_is_close_and_gives_float32(tmp_path: Path, kind: str) -> None:
+    write = write_open_clip if kind == "open_clip" else lambda folder: write_timm(folder, "vit_tiny_patch16_224")
+    encoder = open_encoder(f"{kind}:{write(tmp_path / 'model')}")
+    pixels = [encoder.preprocess(image) for image in draw_images(2)]
+    plain = encoder.embed(pixels, True)
+    encoder.half = True
+    half = encoder.embed(pixels, True)
+    assert half.pooled.dtype == np.float32
+    assert 0 < np.abs(half.pooled - plain.pooled).max() < 0.02 * np.abs(plain.pooled).max()
+
+
+@needs_libraries
 def test_a_run_on_images_with_open_clip(tmp_path: Path) -> None:
     folder = write_open_clip(tmp_path / "model")
     generator = np.random.default_rng(1)

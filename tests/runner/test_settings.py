@@ -49,7 +49,12 @@ def test_a_protocols_setting_is_checked_and_refused_beside_another_protocol(firs
         build({"method": "fedavg", "how_many": 2})
 
 
-@pytest.mark.parametrize("method", [3, {"nam": "fedot"}, ["fedot"], None, {}])
+def test_a_list_of_methods_is_a_sweep():
+    runs = [build(values) for values in experiment_runs({"method": ["fedot", "fedavg"]})]
+    assert [run.method.name for run in runs] == ["fedot", "fedavg"]
+
+
+@pytest.mark.parametrize("method", [3, {"nam": "fedot"}, [["fedot"]], None, {}])
 def test_a_method_without_a_name_is_refused_in_a_sentence(method):
     with pytest.raises(SettingsError, match="method"):
         [build(values) for values in experiment_runs({"method": method})]

@@ -97,7 +97,7 @@ def with_found_noise(channel: Channel, method: Method) -> tuple[Channel, Method]
         return replace(channel, noise_multiplier=found), method
     raise SettingsError(
         f"channel.epsilon = {channel.epsilon:g} finds no noise for {method.name}: its uploads are no sums over "
-        "samples; choose tofa or ridge, or set channel.clip for noise that protects all samples of a client together"
+        "samples; choose tofa, or set channel.clip for noise that protects all samples of a client together"
     )
 
 

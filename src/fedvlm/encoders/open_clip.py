@@ -73,8 +73,9 @@ class OpenClip(TorchEncoder):
         # the class token, or a mean, of a sequence whose tokens are all this one
         single = tokens[:, 1:].flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
         alone, _ = visual._pool(single)
-        project = visual.proj if visual.proj is not None else torch.eye(alone.shape[-1])
-        return pooled @ project, (alone @ project).unflatten(0, (len(tokens), tokens.shape[1] - 1))
+        if visual.proj is not None:
+            pooled, alone = pooled @ visual.proj, alone @ visual.proj
+        return pooled, alone.reshape(len(tokens), tokens.shape[1] - 1, -1)
 
     def _side(self) -> tuple[int, int]:
         side = self.preprocess.crop or self.preprocess.size

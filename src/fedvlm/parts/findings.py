@@ -110,15 +110,15 @@ class _Verbs:
     single: Any
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        pairs = [self.single.init(finding_frozen(frozen, finding)) for finding in range(len(frozen.classes))]
+        pairs = [_single(self).init(finding_frozen(frozen, finding)) for finding in range(len(frozen.classes))]
         return _stack([shared for shared, _ in pairs]), _stack([local for _, local in pairs])
 
     def send(self, shared: Tensors, id: str) -> Tensors:
-        return _stack([self.single.send(part, id) for part in _unstack(shared)])
+        return _stack([_single(self).send(part, id) for part in _unstack(shared)])
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         pairs = [
-            self.single.update(
+            _single(self).update(
                 finding_frozen(frozen, finding),
                 select_finding(sent, finding),
                 select_finding(local, finding),
@@ -130,7 +130,7 @@ class _Verbs:
 
     def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         pairs = [
-            self.single.update_many(
+            _single(self).update_many(
                 finding_frozen(frozen, finding),
                 _select_of_clients(sent, finding),
                 _select_of_clients(local, finding),
@@ -143,12 +143,12 @@ class _Verbs:
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         by_finding = zip(_unstack(shared), *map(_unstack, uploads), strict=True)
-        return _stack([self.single.aggregate(part, parts, weights, ids) for part, *parts in by_finding])
+        return _stack([_single(self).aggregate(part, parts, weights, ids) for part, *parts in by_finding])
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         return _stack(
             [
-                self.single.adapt(
+                _single(self).adapt(
                     finding_frozen(frozen, finding),
                     select_finding(sent, finding),
                     select_finding(local, finding),
@@ -161,7 +161,7 @@ class _Verbs:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         """Return (samples, findings): the log odds of each finding."""
         logits = [
-            self.single.predict(
+            _single(self).predict(
                 finding_frozen(frozen, finding), select_finding(sent, finding), select_finding(local, finding), x
             )
             for finding in range(len(frozen.classes))
@@ -172,18 +172,18 @@ class _Verbs:
         out: dict[str, float] = {}
         for finding, name in enumerate(frozen.classes):
             parts = select_finding(sent, finding), select_finding(local, finding)
-            described = self.single.describe(finding_frozen(frozen, finding), *parts)
+            described = _single(self).describe(finding_frozen(frozen, finding), *parts)
             out |= {f"{name}: {key}": value for key, value in described.items()}
         return out
 
     def condition(self, local: Tensors) -> float:
-        return max(float(self.single.condition(part)) for part in _unstack(local))
+        return max(float(_single(self).condition(part)) for part in _unstack(local))
 
     def covered_classes(self, upload: Tensors) -> Tensor:
-        return torch.stack([self.single.covered_classes(part).any() for part in _unstack(upload)])
+        return torch.stack([_single(self).covered_classes(part).any() for part in _unstack(upload)])
 
     def class_means(self, upload: Tensors) -> Tensor | None:
-        means = [self.single.class_means(part) for part in _unstack(upload)]
+        means = [_single(self).class_means(part) for part in _unstack(upload)]
         return None if means[0] is None else torch.stack([pair[1] for pair in means])
 
     def to_means(self, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
@@ -191,7 +191,7 @@ class _Verbs:
         for finding, part in enumerate(_unstack(upload)):
             prefix = f"{finding} "
             reference = {k.removeprefix(prefix): v for k, v in reference_means.items() if k.startswith(prefix)}
-            out |= {prefix + key: pair for key, pair in self.single.to_means(part, reference).items()}
+            out |= {prefix + key: pair for key, pair in _single(self).to_means(part, reference).items()}
         return out
 
     def from_means(self, means: Means) -> Tensors:
@@ -199,7 +199,12 @@ class _Verbs:
         for key, pair in means.items():
             finding, _, name = key.partition(" ")
             by_finding.setdefault(int(finding), {})[name] = pair
-        return _stack([self.single.from_means(by_finding[finding]) for finding in sorted(by_finding)])
+        return _stack([_single(self).from_means(by_finding[finding]) for finding in sorted(by_finding)])
+
+
+def _single(method: Any) -> Any:
+    """Return the method of one finding."""
+    return method.single
 
 
 def _clients_first(stacked: Tensors) -> Tensors:
