@@ -296,3 +296,35 @@ def test_tables_show_auc_and_average_precision_and_each_finding():
     table = run("ridge", clients, text).table(columns=["findings"])
     for title in ("AUC, own", "AP, own", "AUC edema", "AP mass"):
         assert title in table
+
+
+@pytest.mark.parametrize("name", ["ridge", "auto", "fedot"])
+def test_a_saved_classifier_predicts_findings(name, tmp_path):
+    clients, text = draw_clients(samples=120)
+    result = run(name, clients, text, out=tmp_path / "run")
+    classifier = result.personalised("a")
+    classifier.save_pretrained(tmp_path / "a")
+    again = fedvlm.Personalised.from_pretrained(tmp_path / "a")
+    x, y = clients["b"]
+    p = again.predict_proba(x)
+    assert p.shape == y.shape and np.allclose(p, classifier.predict_proba(x), atol=1e-6)
+    assert (p >= 0).all() and (p <= 1).all() and not np.allclose(p.sum(1), 1)
+    for sentence, row in zip(again.predict(x), p, strict=True):
+        expected = [finding for finding, chance in zip(NAMES, row, strict=True) if chance >= 0.5]
+        assert sentence == ("|".join(expected) or "no finding")
+    assert again.score(x, y) > 0.6
+    unseen = result.unseen()
+    assert unseen.predict_proba(x).shape == y.shape
+
+
+def test_sets_of_findings_hold_the_truth_as_often_as_promised(tmp_path):
+    clients, text = draw_clients(samples=900, unknown=0)
+    fresh, _ = draw_clients(samples=900, unknown=0, seed=0)
+    classifier = run("ridge", clients, text).personalised("a")
+    x, y = fresh["b"]
+    sets = classifier.predict_set(x, 0.8)
+    held = np.zeros(3)
+    for row, truth in zip(sets, y, strict=True):
+        for number, finding in enumerate(NAMES):
+            held[number] += finding in row or f"{finding}?" in row if truth[number] else finding not in row
+    assert (held / len(y) > 0.74).all() and (held / len(y) < 0.95).all()

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.data.arrays import check_labels, label_ids
+from fedvlm.data.manifests import NO_FINDING
 from fedvlm.data.sources import Window, check_window
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
+from fedvlm.evaluate.findings import DEFAULT_THRESHOLD
 from fedvlm.maths.calibration import Calibration, score_limits
 from fedvlm.maths.novelty import FALSE_REJECTIONS, Novelty
 from fedvlm.record import Record
 from fedvlm.runner.load import open_towers, tower_classes
-from fedvlm.runner.prepare import frozen_from, template_of
+from fedvlm.runner.prepare import frozen_from, method_for, template_of, text_of
 from fedvlm.runner.training import calibration_from_json, calibration_to_json, read_calibration, read_novelty
 from fedvlm.runner.tune import seed_search
 from fedvlm.storage.files import read_tensors, write_tensors
@@ -30,7 +32,10 @@ DEFAULT_TEMPLATE = "{}."  # around class names behind a prompt, whatever the tem
 
 @dataclass(frozen=True, repr=False)
 class Personalised:
-    """One client's classifier: frozen, shared and local tensors, and the encoder it belongs to."""
+    """One client's classifier: frozen, shared and local tensors, and the encoder it belongs to.
+
+    With several findings per image, logits are log odds and probabilities are those of each finding being present.
+    """
 
     method: Method
     frozen: Frozen
@@ -90,8 +95,15 @@ class Personalised:
         return torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
 
     def predict(self, x: Any) -> list[str]:
-        """Return the most probable class of each sample."""
+        """Return the most probable class of each sample; with several findings their names, as `edema|mass`."""
+        if self.frozen.multi_label:
+            return [self.name_findings(row) for row in self.log_probabilities(self.logits(x))]
         return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
+
+    def name_findings(self, log_probabilities: Tensor) -> str:
+        """Return the findings that are more probable than not, joined by a bar."""
+        pairs = zip(self.frozen.classes, log_probabilities.exp().tolist(), strict=True)
+        return "|".join(name for name, p in pairs if p >= DEFAULT_THRESHOLD) or NO_FINDING
 
     def predict_proba(self, x: Any) -> NDArray[np.float32]:
         """Return probabilities (samples, classes), calibrated if validation samples were available."""
@@ -99,11 +111,16 @@ class Personalised:
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Return log-probabilities of each class at the calibrated temperature."""
-        calibration = self.calibration
-        return logits.double().log_softmax(dim=1) if calibration is None else calibration.log_probabilities(logits)
+        if self.calibration is not None:
+            return self.calibration.log_probabilities(logits)
+        double = logits.double()
+        return torch.nn.functional.logsigmoid(double) if self.frozen.multi_label else double.log_softmax(dim=1)
 
     def predict_set(self, x: Any, coverage: float = 0.95) -> list[tuple[str, ...]]:
-        """Return prediction sets with the promised coverage, the most probable class first."""
+        """Return prediction sets with the promised coverage, the most probable class first.
+
+        With several findings, a set has the findings that may be present; a question mark says that it may be absent.
+        """
         return self.prediction_sets(self.log_probabilities(self.logits(x)), coverage)
 
     def prediction_sets(self, log_probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
@@ -113,9 +130,25 @@ class Personalised:
                 "with clients.calibration_ratio = 0.33, or leave the coverage out"
             )
         names = self.frozen.classes
+        if self.calibration.findings:
+            return self._finding_sets(self.calibration, log_probabilities, coverage)
         inside = -log_probabilities <= score_limits(self.calibration, names, coverage)
         order = log_probabilities.argsort(dim=1, descending=True).tolist()
         return [tuple(names[i] for i in ranks if held[i]) for ranks, held in zip(order, inside.tolist(), strict=True)]
+
+    def _finding_sets(
+        self, calibration: Calibration, log_probabilities: Tensor, coverage: float
+    ) -> list[tuple[str, ...]]:
+        columns = []
+        for name, fit, present in zip(
+            self.frozen.classes, calibration.findings, log_probabilities.unbind(1), strict=True
+        ):
+            limits = score_limits(fit, ("absent", "present"), coverage)
+            may_be_present = -present <= limits[1]
+            may_be_absent = -(-present.expm1()).clamp(min=1e-300).log() <= limits[0]
+            pairs = zip(may_be_present.tolist(), may_be_absent.tolist(), strict=True)
+            columns.append([(f"{name}?" if absent else name) if here else "" for here, absent in pairs])
+        return [tuple(filter(None, row)) for row in zip(*columns, strict=True)] if len(log_probabilities) else []
 
     def rejection_limit(self, rate: float = FALSE_REJECTIONS) -> float:
         """Return the novelty above which an image is rejected, so that `rate` of familiar ones are, too."""
@@ -142,7 +175,15 @@ class Personalised:
         return []
 
     def score(self, x: Any, y: Any) -> float:
-        """Return the accuracy; labels are numbers or names of classes."""
+        """Return the accuracy; labels are numbers or names of classes, or (samples, findings) of 0, 1 and NaN."""
+        if self.frozen.multi_label:
+            truth = torch.as_tensor(np.asarray(y, np.float64))
+            if tuple(truth.shape) != (len(x), len(self.frozen.classes)):
+                raise DataError(
+                    f"labels have the shape {tuple(truth.shape)}; give ({len(x)}, {len(self.frozen.classes)})"
+                )
+            known = truth.isfinite() & (truth >= 0)
+            return float(((self.logits(x) > 0) == (truth == 1))[known].double().mean())
         labels = check_labels("the labels", np.asarray(y))
         if labels.shape != (len(x),) or not len(x):
             raise DataError(f"{len(x)} samples and labels of shape {labels.shape}; give one label per sample")
@@ -152,8 +193,8 @@ class Personalised:
     def save_pretrained(self, folder: str | Path) -> None:
         tensors = {f"shared/{key}": value for key, value in self.shared.items()}
         tensors |= {f"local/{key}": value for key, value in self.local.items()}
-        if self.frozen.text is not None:
-            tensors["frozen/text"] = self.frozen.text
+        if (text := text_of(self.frozen)) is not None:
+            tensors["frozen/text"] = text
         if self.frozen.descriptions is not None:
             tensors["frozen/descriptions"] = self.frozen.descriptions
         if self.novelty is not None:
@@ -166,6 +207,7 @@ class Personalised:
             "seed": self.frozen.seed,
             "client": self.client,
             "encoder": self.encoder,
+            **({"multi_label": True} if self.frozen.multi_label else {}),
         } | template_of(self.frozen)
         if self.window is not None:
             about["window"] = self.window
@@ -189,7 +231,7 @@ class Personalised:
         frozen = frozen_from(about, frozen_tensors.get("text"), about["seed"], frozen_tensors.get("descriptions"))
         method = make(**about["method"])
         return cls(
-            method,
+            method_for(method, frozen),
             attach_towers(frozen, method, about, encoder),
             group("shared"),
             group("local"),
@@ -272,7 +314,7 @@ def _classifier(record: Record, shared: Tensors, local: Tensors, client: str, se
     seed = about["identity"]["seeds"][0] if seed is None else seed
     frozen = frozen_from(about, text, seed, record.descriptions)
     chosen = seed_search(about, seed).get("chosen", {})
-    method = make(**{**about["identity"]["method"], **chosen})
+    method = method_for(make(**{**about["identity"]["method"], **chosen}), frozen)
     frozen = attach_towers(frozen, method, about)
     window = check_window(about["identity"]["source"].get("window"))
     return Personalised(method, frozen, shared, local, client, about["encoder"], window=window)

@@ -17,7 +17,7 @@ from fedvlm.data.table import Source, match_classes
 from fedvlm.encoders import Encoder
 from fedvlm.encoders.images import prepare
 from fedvlm.encoders.store import STORE_SUFFIXES, read_unlabelled
-from fedvlm.errors import DataError, join_names, suggest_path
+from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
 from fedvlm.evaluate.metrics import compute_metrics, prediction_details
 from fedvlm.runner.load import open_data, subset_dataset
 
@@ -28,7 +28,7 @@ SCORE_NOTE = "the classifier does not know its training images; accuracy on thos
 @dataclass(frozen=True)
 class Prediction:
     file: str
-    label: str  # the likeliest class
+    label: str  # the likeliest class; with several findings the names of those that are present, as `edema|mass`
     probability: float
     probabilities: tuple[tuple[str, float], ...]  # every class, the likeliest first
     prediction_set: tuple[str, ...] | None = None  # the set of promised coverage, if one was asked for
@@ -200,14 +200,17 @@ def predict_embeddings(
         sets = classifier.prediction_sets(log_probabilities, options.coverage)
     rejections = classifier.reject(x).tolist() if options.reject else [None] * len(x)
     ranked = log_probabilities.exp().sort(dim=1, descending=True)
-    out = []
+    out: list[Prediction] = []
     for row, order, ranked_probabilities, prediction_set, rejected in zip(
         valid_rows, ranked.indices.tolist(), ranked.values.tolist(), sets, rejections, strict=True
     ):
         ranking = tuple(
             (classifier.frozen.classes[i], chance) for i, chance in zip(order, ranked_probabilities, strict=True)
         )
-        out.append(Prediction(names[row], *ranking[0], ranking, prediction_set, rejected))
+        label, chance = ranking[0]
+        if classifier.frozen.multi_label:
+            label = classifier.name_findings(log_probabilities[len(out)])
+        out.append(Prediction(names[row], label, chance, ranking, prediction_set, rejected))
     return out
 
 
@@ -234,6 +237,11 @@ def score(
 ) -> Score:
     """Score a classifier on images in folders named after their class, or on a data set by name."""
     classifier = Personalised.from_pretrained(folder, encoder)
+    if classifier.frozen.multi_label:
+        raise SettingsError(
+            f"{folder} predicts several findings per image, which `fedvlm score` does not score yet; "
+            "Personalised.score takes embeddings and an array of findings"
+        )
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})
     dataset = subset_dataset(dataset, np.flatnonzero(dataset.labels >= 0))

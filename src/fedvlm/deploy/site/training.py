@@ -63,6 +63,11 @@ def load_site_training(
     if not kit.plays:
         policy.check_partition(settings.clients)
     rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, spec["classes"])
+    if rows.findings is not None:
+        raise DataError(
+            f"the data of {kit.name} have several findings per image, which run in a simulation only so far; give each "
+            "image one class"
+        )
     chosen = None
     if not kit.plays:
         has_noise = upload_cost(settings.method, settings.channel, len(rows.labels)) > 0
