@@ -29,7 +29,7 @@ test-encoders: $(VENV)/.dev
 	$(BIN)/python -m venv $(VENV)/encoders
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(VENV)/encoders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
 	$(VENV)/encoders/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 open_clip_torch==3.3.0 timm==1.0.31 ftfy wcwidth regex
-	$(VENV)/encoders/bin/python -m pytest tests/encoders/test_open_clip_timm.py
+	PYTHONPATH=$(CURDIR)/src $(VENV)/encoders/bin/python -m pytest tests/encoders/test_open_clip_timm.py
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
