@@ -1,6 +1,6 @@
 """How long a round of a verified sum takes beside a plain one, and how many bytes a site sends and gets.
 
-python -m benchmarks.verified [--sites 10] [--rounds 5]
+python benchmarks/verified.py [--sites 10] [--rounds 5]
 Real sites in one process with signed messages, FedAvg on a head of 65 classes and 512 dimensions. Both modes are run
 in turn; the ratio is that of the medians of processor seconds. A site's work is its training, keys, masks, signatures,
 the sum of all uploads and the aggregate; the network is not in it.
@@ -16,6 +16,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
+from figures import report
 
 from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.server.run import DeployedRun
@@ -75,9 +76,13 @@ def main() -> None:
         plain = run(folder, kit, sites, options.rounds, False, "plain")
         verified = run(folder, kit, sites, options.rounds, True, "verified")
         print(f"{options.sites} sites, {options.samples} samples each, head {CLASSES} x {DIM}")
-        print(
-            f"plain round {median(plain):.3f} s, verified round {median(verified):.3f} s, "
-            f"ratio {median(verified) / median(plain):.2f}"
+        ratio = median(verified) / median(plain)
+        report(
+            f"plain round {median(plain):.3f} s, verified round {median(verified):.3f} s, ratio {ratio:.2f}",
+            f"{options.sites} sites",
+            plain=median(plain),
+            verified=median(verified),
+            ratio=ratio,
         )
         print(f"in all {perf_counter() - started:.1f} s")
     numbers = CLASSES * DIM + 1 + 5

@@ -176,7 +176,7 @@ def broken(row, value):
         ({"x": X, "y": Y[:5]}, "y has 5 rows and x has 6"),
         ({"x": X, "y": Y, "domains": np.array(["a"])}, "domains has 1 rows"),
         ({"x": X, "y": Y + 1, "classes": CLASSES}, "row 2 has label 3, there are 3 classes"),
-        ({"x": X, "y": Y - 1}, "row 0 has label -1"),
+        ({"x": X, "y": Y - 2}, "row 0 has label -2"),  # -1 is a sample without a label
         ({"x": X, "y": Y / 2}, "labels are float64"),
         ({"x": X, "y": Y, "text": X[:3, :3]}, r"text is \(3, 3\)"),
         ({"x": X, "y": Y, "text": X[:2]}, r"text is \(2, 4\)"),

@@ -33,7 +33,7 @@ ROWS = "leaves out steps in which nobody has a row"
 HELD = "multiplies texts with the means of classes a client has alone"
 CACHE = "remembers a prompt's features by its values"
 DATA_DEPENDENT = {
-    **{(name, "update_many"): ROWS for name in PROMPTS if name not in ("cocoop", "dp-fpl")},
+    **{(name, "update_many"): ROWS for name in PROMPTS if name not in ("cocoop", "dp-fpl", "fedtpg", "pfedmoap")},
     **{(name, "predict"): CACHE for name in PROMPTS},
     **{(name, "update_many"): ROWS for name in ("faa-clip", "fedclip", "fedavg", "fedprox")},
     **{(name, "update_many"): ROWS for name in ("fedot", "fedot-all-global", "fedot-all-local")},

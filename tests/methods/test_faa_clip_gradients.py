@@ -81,7 +81,7 @@ def test_clients_side_by_side_take_the_steps_they_take_alone(persist, monkeypatc
     x, reference = unit(CLIENTS, 4 * ROWS, DIM, seed=1), unit(CLIENTS, 4 * ROWS, DIM, seed=2)
     cohort = Client(
         x, y, order, x[:, :2], y[:, :2], reference, order.flip(1).clamp(min=0),
-        torch.zeros(CLIENTS, CLASSES, 0, DIM), torch.zeros(CLIENTS, 4, 0),
+        torch.zeros(CLIENTS, CLASSES, 0, DIM), torch.zeros(CLIENTS, 4, 0), x[:, :0],
     )  # fmt: skip
     originals = tensors.copy(shared), tensors.copy(local)
     stacked_result = method.update_many(frozen, shared, local, cohort)

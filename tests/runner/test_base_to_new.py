@@ -24,7 +24,7 @@ OPEN = {
     *("zero-shot", "coop", "cocoop", "promptfl", "promptfl-ft", "promptfl-fedprox"),
     *("promptfl-fedper", "promptfl-fedamp", "promptfolio", "dp-fpl", "fedotp", "fedot-prompt"),
     *("fedlpa", "fedbens", "fedclip", "faa-clip", "fedavg-tower", "fedprox-tower"),
-    *("moon-tower", "lora"),
+    *("moon-tower", "lora", "fedpgp", "fedtpg", "pfedmoap"),
 }
 
 

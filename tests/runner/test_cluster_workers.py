@@ -80,7 +80,7 @@ def test_a_lost_training_goes_on_in_the_folder_that_both_workers_see(store, tmp_
     name = f"0-{order.training}"
     assert (run / "away" / name / "trainings" / f"{name}.checkpoint").exists()
     lines, files, _ = worked(order, run, manifest)
-    assert len(stopped) == 2 + 2 + 1  # checkpoints of rounds 1, 2, 3 and 4, and the outcome
+    assert len(stopped) == 2 + 2 + 2  # checkpoints of rounds 1, 2, 3 and 4, the outcome and novelty
     check_left(made, order, lines, files)
     job = piece_of(Record(run), order)
     assert cluster._store_result(job, lines, files, "fine") == "fine"
@@ -102,7 +102,7 @@ def test_a_training_that_was_stopped_is_sent_with_its_checkpoint(store, tmp_path
     progress = cluster._saved_progress(piece_of(record, order))
     assert len(progress[0]) == 2 and len(progress[1]) == 1
     lines, files, scores = worked(order, tmp_path / "elsewhere", record.manifest, progress)
-    assert len(stopped) == 2 + 2 + 1 and not (tmp_path / "elsewhere").exists()
+    assert len(stopped) == 2 + 2 + 2 and not (tmp_path / "elsewhere").exists()
     check_left(made, order, lines, files)
     record = Record(tmp_path / "run", lambda *line: lines_heard.append(line))
     cluster._store_result(piece_of(record, order), lines, files, scores)
@@ -119,7 +119,7 @@ def test_one_machine_goes_on_with_what_a_lost_cluster_left(store, tmp_path, stop
     with pytest.raises(RuntimeError, match="the worker is lost"):
         worked(order, run, Record(run).manifest)
     fedvlm.run(METHOD, **settings, out=run)
-    assert len(stopped) == 2 + 2 + 1 and not list((run / "away").glob("*"))
+    assert len(stopped) == 2 + 2 + 2 and not list((run / "away").glob("*"))
     assert files(run) == files(made.folder)
 
 

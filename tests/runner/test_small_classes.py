@@ -215,7 +215,7 @@ def test_noise_is_what_the_multiplier_says_and_zero_noise_is_exact():
             gaussian_classes.from_fixed_point(noisy["moments"], max_norm) - gaussian_classes.pack(second),
         ]
     )
-    assert differences.std().item() == pytest.approx(2.0 * 3**0.5, rel=0.1)
+    assert differences.std().item() == pytest.approx(2.0 * 6**0.5, rel=0.1)  # one sample may be replaced by another
     assert plain.method.noise(plain.frozen) == 0
 
 

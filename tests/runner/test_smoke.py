@@ -14,7 +14,7 @@ from math import isfinite
 import pytest
 
 from fedvlm.runner.experiment_files import experiments, read_toml
-from fedvlm.runner.experiments import experiment_runs
+from fedvlm.runner.experiments import experiment_runs, tune_where_possible
 from fedvlm.runner.load import load, shrink_for_smoke, smoke_subset
 from fedvlm.runner.prepare import check_samples, prepare
 from fedvlm.runner.run import execute
@@ -82,7 +82,8 @@ def small(name: str, place) -> list[tuple[Settings, object]]:
             cut["n_ctx"] = 12 if hasattr(settings.method, "local_vectors") else 4
         method = replace(settings.method, **cut)
         out.append(shrink_for_smoke(replace(settings, method=method), restricted_to(rows, method.traits.needs)))
-    return out
+    runs = tune_where_possible([settings for settings, _ in out])
+    return [(settings, rows) for settings, (_, rows) in zip(runs, out, strict=True)]
 
 
 @pytest.mark.parametrize("name", FILES)

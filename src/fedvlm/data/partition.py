@@ -155,6 +155,10 @@ def make_partition(table: SampleTable, clients: Clients, seed: int, targets: Seq
     table = _apply_split_targets(_by_pattern(table), targets)
     if (np.asarray(table.labels) == UNLABELLED).any():
         return _partition_with_unlabelled(table, clients, seed, targets)
+    return _partition_labelled(table, clients, seed, targets)
+
+
+def _partition_labelled(table: SampleTable, clients: Clients, seed: int, targets: Sequence[str]) -> Partition:
     labels = _check_columns(table, clients)
     content = rank_digests(table.content)
     order = sort_order(content, table.domains, labels, table.clients, table.splits)
@@ -233,7 +237,7 @@ def _partition_with_unlabelled(table: SampleTable, clients: Clients, seed: int, 
         content=[table.content[row] for row in labelled.tolist()],
         groups=None if table.groups is None else table.groups[labelled],
     )
-    partition = make_partition(subset, clients, seed, targets)
+    partition = _partition_labelled(subset, clients, seed, targets)
     rows_of = {
         id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS}
         for id, client in partition.clients.items()

@@ -67,7 +67,7 @@ def make_test_client(
     none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
     no_noise = x.new_zeros(*order.shape[:-1], 0)
     texts = x.new_zeros(*lead, 0, 0, x.shape[-1])
-    return Client(x, y, order, held_x, held_y, none, order[..., :0], texts, no_noise)
+    return Client(x, y, order, held_x, held_y, none, order[..., :0], texts, no_noise, none)
 
 
 def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
