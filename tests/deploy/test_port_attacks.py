@@ -1,9 +1,11 @@
 """A run of real processes while strangers, and a lying site, work at the server's port for two minutes."""
 
+import gc
 import os
 import socket
 import ssl
 import sys
+import warnings
 from base64 import b64encode
 from contextlib import ExitStack, suppress
 from threading import Event, Thread
@@ -22,7 +24,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_messa
 
 pytestmark = [
     pytest.mark.deployed,
-    pytest.mark.slow,
+    pytest.mark.long,  # `make test-long`: it takes more than two minutes
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("federation"),
 ]
@@ -141,6 +143,9 @@ def test_a_run_goes_on_while_the_port_is_attacked(federation, tmp_path):
         attackers.stop.set()
     for thread in attackers.threads:
         thread.join(20)
+    with warnings.catch_warnings():  # sockets of attacks that were cut off
+        warnings.simplefilter("ignore")
+        gc.collect()
     grown = (most - memory) >> 20, (log.stat().st_size - logged) >> 10
     summary = f"{runs} runs, {attackers.count} attacks, memory +{grown[0]} MB, log +{grown[1]} kB"
     sys.stderr.write(summary + "\n")

@@ -1,7 +1,7 @@
 """Through the network that hospitals have: proxies with and without a password, NAT, IPv6, and wrong clocks."""
 
 import socket
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from threading import Event
@@ -329,8 +329,9 @@ def test_a_site_whose_clock_is_wrong_is_told_of_the_clock(tmp_path, rows, monkey
         running.append(start_superlink(kits.kit))
         for module in (fleet, network):
             monkeypatch.setattr(module, "datetime", LateClock)
-        with pytest.raises(NotAdmitted) as error:
-            FleetClient(kits.kit.address, kits.site, Event()).connect()
+        client = FleetClient(kits.kit.address, kits.site, Event())
+        with closing(client.http), pytest.raises(NotAdmitted) as error:
+            client.connect()
         with pytest.raises(FederationError, match="the clock of this machine is 7[12].. s behind the server's"):
             serve_site(read_site(kits.site), lambda text: None)
         finding = kits.findings(kits.site)["clock"]

@@ -67,7 +67,7 @@ def take_picture(chrome, name, width=1000, scheme="light"):
 
 def test_people_watch_a_run_and_consent_to_it(federation, start_run, watch, chrome, tmp_path):
     site = federation.site("art")
-    policy = example_policy(("*",)).replace("consent = false", "consent = true")
+    policy = example_policy(("*",), plain=True).replace("consent = false", "consent = true")
     (site / "policy.toml").write_text(policy)
     token = add_person(site, "Dr Lee", "approver")
     federation.rules(quorum=1.0)
