@@ -16,7 +16,7 @@ from tests.helpers.browser import open_page
 
 pytestmark = [
     pytest.mark.deployed,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("federation"),
 ]
