@@ -26,7 +26,12 @@ class FederationError(FedVLMError):
 
 
 class DataWarning(UserWarning):
-    """A property of the data that makes a run unreliable, such as a client with a single class."""
+    """A property of the data that makes a run unreliable, such as a client with a single class.
+
+    Example:
+        >>> import warnings, fedvlm
+        >>> warnings.simplefilter("ignore", fedvlm.DataWarning)
+    """
 
 
 class OutsideWarning(UserWarning):

@@ -24,9 +24,21 @@ SINGLE_CLIENT = "all"  # the name of the client if fit is given no clients
 class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Train one classifier per client and a shared one, on embeddings (samples, dim) in one process.
 
-    `method` is a method or its name and `settings` are further ones of `fedvlm.run`. `text` (classes, dim) are
-    embeddings of the class names in the order of `classes_`, and `scale` is their logit scale. `validation_fraction`
-    of each client's samples are held out to choose settings and to calibrate the probabilities.
+    Args:
+        method: a method or its name.
+        settings: further settings of `fedvlm.run`.
+        text: (classes, dim) embeddings of the class names in the order of `classes_`.
+        scale: their logit scale.
+        validation_fraction: fraction of each client's samples to choose settings and to calibrate probabilities by.
+        random_state: seed, or a generator of numpy.
+
+    Example:
+        >>> import fedvlm, numpy as np
+        >>> x = np.random.default_rng(0).normal(size=(2, 60, 8))
+        >>> y = np.tile([0, 1], 30)
+        >>> model = fedvlm.FederatedClassifier("ridge").fit(x.reshape(120, 8), np.tile(y, 2), ["a"] * 60 + ["b"] * 60)
+        >>> model.predict(x[0], clients=["a"] * 60).shape
+        (60,)
     """
 
     def __init__(

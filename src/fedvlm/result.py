@@ -19,6 +19,7 @@ from fedvlm.record import Record
 from fedvlm.report.columns import ranking_curve
 from fedvlm.report.plots import diagram
 from fedvlm.report.runs import read_runs
+from fedvlm.report.subgroups import subgroup_rows
 from fedvlm.report.tables import compare_table, comparison_frame, scores_frame, table_cells
 from fedvlm.runner import run as runner
 from fedvlm.runner.experiments import build_all, expand, split_outcomes
@@ -30,7 +31,15 @@ from fedvlm.runner.typed_settings import RunSettings
 
 
 class Result(Record):
-    """A finished run, opened by its directory."""
+    """A finished run, opened by its directory.
+
+    Args:
+        folder: of the run, as `fedvlm.run(..., out=folder)` wrote it.
+
+    Example:
+        >>> result = fedvlm.Result("runs/demo/0-zero-shot")  # doctest: +SKIP
+        >>> print(result.table())  # doctest: +SKIP
+    """
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
@@ -53,6 +62,16 @@ class Result(Record):
     def frame(self) -> Any:
         """Return a pandas data frame with a row per seed, training and client, and a column per metric."""
         return scores_frame(self)
+
+    def subgroups(self, column: str, metric: str = "", seed: int | None = None) -> list[dict[str, Any]]:
+        """Return a metric of each subgroup of a column that the setting `subgroups` names; small ones are suppressed.
+
+        Args:
+            column: of the data, as "sex".
+            metric: of `fedvlm.report.subgroups.METRICS`; AUC by default.
+            seed: the first if left out.
+        """
+        return subgroup_rows(self, column, metric, seed)
 
     def figure(self, kind: str = "rounds", training: str | None = None, seed: int | None = None) -> Any:
         """Return a matplotlib figure of one training: reliability, decision or rounds."""
@@ -78,9 +97,17 @@ class Result(Record):
 
 
 def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any:
-    """Compare runs in a pandas data frame; a run is a result, its directory, or a report page.
+    """Compare runs in a pandas data frame.
 
-    `columns` are further ones, as condition_number or worst, and settings, as method.blocks.
+    Args:
+        runs: results, their directories, or report pages.
+        columns: further ones, as condition_number or worst, and settings, as method.blocks.
+
+    Returns:
+        A data frame with a row per run.
+
+    Example:
+        >>> fedvlm.compare("runs/pacs", columns=["worst", "method.lr"])  # doctest: +SKIP
     """
     return comparison_frame(
         [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))], columns
@@ -101,15 +128,33 @@ def run(
     track: Sequence[str | Callable[[str, Any], None]] = (),
     **settings: Unpack[RunSettings],
 ) -> Result:
-    """Run a method by name or as an object; keyword arguments are settings of run or method.
+    """Run a method, or read its finished run.
 
-    `clients` may be rows in memory: {"a": (x, y), …} of arrays or tensors, with the names of the
-    `classes`, their `text` embeddings and its logit `scale`; `ratios` of them are for training,
-    validation and test, the last 0 if there is a test set elsewhere. Then nothing stays on disk
-    without `out`.
-    `embedded` takes rows of a table in memory. A finished run of the same settings is not run again
-    unless `again`; an unfinished one goes on. `track` names trackers, as "tensorboard:DIR", or
-    functions of the run's name and a line of its record.
+    `clients` may be samples in memory: {"a": (x, y), …} of arrays or tensors. Then nothing stays on disk without `out`.
+
+    Args:
+        method: a method or its name.
+        out: folder of the run; made from the settings if it is left out.
+        again: run again even if a finished run of the same settings exists.
+        embedded: a table of embedded samples in memory, instead of `data` and `encoder`.
+        classes: names of the classes, for samples in memory.
+        text: (classes, dim) embeddings of these names, for samples in memory.
+        scale: logit scale of the text embeddings.
+        ratios: of samples in memory, for training, validation and test; the last may be 0.
+        progress: called with a step's name, its number and their total.
+        track: trackers, as "tensorboard:DIR", or functions of the run's name and a line of its record.
+        settings: any of the run and of the method, as `data`, `seeds` or `lr`.
+
+    Returns:
+        The run's record, with tables, curves and classifiers.
+
+    Example:
+        >>> import fedvlm, numpy as np
+        >>> x = np.random.default_rng(0).normal(size=(2, 60, 8))
+        >>> y = np.tile([0, 1], 30)
+        >>> result = fedvlm.run("ridge", clients={"a": (x[0], y), "b": (x[1], y)}, classes=["cat", "dog"])
+        >>> result
+        <ridge on memory: 2 clients, 2 classes>
     """
     values: dict[str, Any] = {**settings}
     clients = values.get("clients")
@@ -168,7 +213,18 @@ def run(
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Result:
-    """Resume a run that was stopped or killed; a finished run is only read."""
+    """Resume a run that was stopped or killed; a finished run is only read.
+
+    Args:
+        folder: of the run.
+        progress: as of `fedvlm.run`.
+
+    Returns:
+        The finished run.
+
+    Example:
+        >>> fedvlm.resume("runs/fedot-pacs-1f2e3d4c")  # doctest: +SKIP
+    """
     return Result(runner.resume(folder, progress).folder)
 
 
@@ -183,10 +239,24 @@ def sweep(
     progress: Progress | None = None,
     **settings: Unpack[RunSettings],
 ) -> Any:
-    """Run every point of a grid over settings, {"blocks": [1, 2], "clients.shots": [4, 8]}.
+    """Run every point of a grid over settings; finished points are read.
 
-    Returns a pandas data frame with a row per point and a column per swept setting. Points that
-    are finished are read; one that fails is warned of and named in `attrs["failed"]`.
+    Args:
+        over: lists of values by setting, as {"blocks": [1, 2], "clients.shots": [4, 8]}.
+        method: a method or its name.
+        out: folder of the runs; "runs" if it is left out.
+        again: run again even if finished runs exist.
+        embedded: as of `fedvlm.run`.
+        columns: further columns, as of `fedvlm.compare`.
+        progress: as of `fedvlm.run`.
+        settings: as of `fedvlm.run`.
+
+    Returns:
+        A pandas data frame with a row per point and a column per swept setting. A point that fails raises a warning
+        and is named in `attrs["failed"]`.
+
+    Example:
+        >>> fedvlm.sweep({"blocks": [1, 2, 4]}, "fedot", data="demo")  # doctest: +SKIP
     """
     values = with_method(method, settings)
     method_object = values["method"]

@@ -151,7 +151,7 @@ def test_a_smoke_run_is_foreseen_to_be_shorter(monkeypatch):
     ],
 )
 def test_the_time_foreseen_is_near_what_was_measured(values, measured):
-    """By docs/papers/results-speed.md, where embeddings are there already."""
+    """By docs/papers/appendix.md, where embeddings are there already."""
     client_settings = {"clients": {"ratios": [0.8, 0.0, 0.2]}} if "protocol" in values else {}
     settings = build({"encoder": "hf:openai/clip-vit-base-patch32", **values, **client_settings})
     assert measured / 2 < estimate_seconds([settings], catalogue(), 1e30) < 2 * measured

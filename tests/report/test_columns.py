@@ -14,7 +14,16 @@ import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import SCORE_EDGES, area_under_curve, auc, curve_points, prediction_details
-from fedvlm.report.columns import COLUMNS, accuracy_matrix, cohens_kappa, compute_columns, format_number, ranking_curve
+from fedvlm.record import Record
+from fedvlm.report.columns import (
+    COLUMNS,
+    accuracy_matrix,
+    cohens_kappa,
+    compute_columns,
+    format_number,
+    ranking_curve,
+    usual_columns,
+)
 from fedvlm.report.page.render import write_page
 from fedvlm.report.runs import read_page
 from fedvlm.report.tables import TABLE_FORMS, compare_table, table_cells, table_rows
@@ -211,8 +220,29 @@ def test_kappa_is_cohens_and_that_of_scikit_learn(fedot):
     pairs, counts = np.unique(np.stack([y, predicted]), axis=1, return_counts=True)
     confusion = [[int(a), int(b), int(n)] for a, b, n in zip(*pairs, counts, strict=True)]
     assert cohens_kappa(confusion) == pytest.approx(cohen_kappa_score(y, predicted))
+    assert cohens_kappa(confusion, ordered=True) == pytest.approx(cohen_kappa_score(y, predicted, weights="quadratic"))
     assert cohens_kappa([[1, 1, 9]]) is None  # one class: agreement says nothing
     head, (cells,) = table_cells([fedot], extra_columns=["kappa"])
     row = dict(zip(head, cells, strict=True))
     mean, std = row["kappa, own"].split(" ± ")
     assert 0.0 < float(mean) < 1.0 and len(mean) == len(std) == 5 and "kappa, unseen" in row
+
+
+@pytest.mark.parametrize(
+    ("counts", "ordered", "columns"),
+    [
+        ({"a": [30, 20], "b": [0, 1]}, False, ()),
+        ({"a": [30, 6], "b": [1, 4]}, False, ("balanced", "F1")),
+        ({"a": [30, 0, 30]}, True, ("kappa",)),
+        ({}, False, ()),
+    ],
+)
+def test_uneven_classes_have_macro_averages_beside_the_accuracy(fedot, counts, ordered, columns):
+    record = Record(fedot.folder)
+    record.__dict__["manifest"] = fedot.manifest | {
+        "counts": counts,
+        "identity": fedot.manifest["identity"] | {"ordered": ordered},
+    }
+    assert usual_columns(record) == columns
+    head, _ = table_cells([record])
+    assert all(f"{name}, own" in head for name in columns) and ("F1, own" in head) == ("F1" in columns)

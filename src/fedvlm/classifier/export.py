@@ -100,7 +100,8 @@ class _TracedClassifier(torch.nn.Module):
         super().__init__()
         self.classifier, self.head = classifier, linear_head(classifier)
         calibration = classifier.calibration
-        self.temperature = 1.0 if calibration is None else float(np.exp(calibration.log_temperature))
+        fits = () if calibration is None else calibration.findings or (calibration,)
+        self.temperature = torch.tensor([fit.log_temperature for fit in fits] or [0.0]).exp()  # (1,) or (findings,)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         unit, classifier = torch.nn.functional.normalize(x, dim=1), self.classifier
@@ -109,7 +110,8 @@ class _TracedClassifier(torch.nn.Module):
         else:
             sent = classifier.method.send(classifier.shared, classifier.client)
             logits = classifier.method.predict(classifier.frozen, sent, classifier.local, unit)
-        outputs = (logits, (logits / self.temperature).softmax(1))
+        scaled = logits / self.temperature
+        outputs = (logits, scaled.sigmoid() if classifier.frozen.multi_label else scaled.softmax(1))
         return outputs if classifier.novelty is None else (*outputs, classifier.novelty.scores(unit))
 
 
@@ -126,8 +128,6 @@ def to_onnx(classifier: Personalised) -> bytes:
             f"{name} predicts from {min(unsupported)}, and ONNX holds a classifier over pooled embeddings only; leave "
             "--onnx out"
         )
-    if classifier.frozen.multi_label:
-        raise SettingsError("a classifier of several findings per image has no ONNX form yet; leave --onnx out")
     x = 3 * probe_embeddings(classifier.frozen)
     names = ["logits", "probabilities"] + (["novelty"] if classifier.novelty is not None else [])
     model = onnx.load_from_string(_trace(_TracedClassifier(classifier), x, names))
@@ -137,6 +137,8 @@ def to_onnx(classifier: Personalised) -> bytes:
         "client": classifier.client,
         "method": name,
     }
+    if classifier.frozen.multi_label:
+        about["multi_label"] = "true"
     if can_reject(classifier):
         about["rejection_limit"] = repr(classifier.rejection_limit())
     onnx.helper.set_model_props(model, about)
@@ -189,13 +191,14 @@ def _trace(module: _TracedClassifier, x: Tensor, names: list[str]) -> bytes:
 ONNX_SCRIPT = '''"""Run classifier.onnx on embeddings (samples, dim) of its encoder: python run_onnx.py FILE.npy"""
 import json, sys
 import numpy, onnxruntime
-
 session = onnxruntime.InferenceSession("classifier.onnx", providers=["CPUExecutionProvider"])
 about = session.get_modelmeta().custom_metadata_map
 x = numpy.load(sys.argv[1], allow_pickle=False).astype(numpy.float32)
 (probabilities,) = session.run(["probabilities"], {"embeddings": x})
+classes = json.loads(about["classes"])
 for row in probabilities:
-    print(json.loads(about["classes"])[row.argmax()], *row)
+    findings = "|".join(name for name, p in zip(classes, row) if p >= 0.5) or "no finding"
+    print(findings if "multi_label" in about else classes[row.argmax()], *row)
 '''
 ONNX_FILE, ONNX_SCRIPT_FILE = "classifier.onnx", "run_onnx.py"
 
@@ -214,6 +217,7 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
     source, frozen = story.about, classifier.frozen
     settings = "\n".join(f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items())
     channel = source["identity"]["channel"]
+    kinds = ("findings", "labels of test samples") if frozen.multi_label else ("classes", "test samples")
     facts = {
         "method": f"`{classifier.method.name}`",
         "client": f"`{classifier.client}`",
@@ -239,14 +243,14 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
     )
     return f"""# {classifier.method.name} for {classifier.client}
 
-A classifier over {len(frozen.classes)} classes on top of a frozen encoder, personalised for one
+A classifier over {len(frozen.classes)} {kinds[0]} on top of a frozen encoder, personalised for one
 client of a federation. It is of use with that encoder only: another fingerprint is refused.
 
 | | |
 |---|---|
 {about}
 
-On {story.rows} test samples of this client it was right {story.n_correct} times
+On {story.rows} {kinds[1]} of this client it was right {story.n_correct} times
 ({story.n_correct / max(1, story.rows):.1%}). Its accuracy on other data is unknown.
 
 {_calibration_text(classifier)}
@@ -279,7 +283,7 @@ def _calibration_text(classifier: Personalised) -> str:
     if calibration is None or not calibration.rows:
         return "Its probabilities are not calibrated: there were no validation samples."
     text = f"Its probabilities are calibrated on {calibration.rows} validation samples."
-    count = len(calibration.scores)
+    count = min(len(fit.scores) for fit in calibration.findings or (calibration,))
     if can_reject(classifier):
         text += " `--reject` marks images unlike any it has seen,\nand with them about 5 % of familiar ones."
     if count < 2:

@@ -5,20 +5,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedvlm.classifier.personalised import Personalised, unseen_classifier
 from fedvlm.data.clients import Clients
-from fedvlm.data.table import EmbeddedTable, relabel
+from fedvlm.data.table import EmbeddedTable, align_labels, check_same_kind
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import make_client
 from fedvlm.errors import DataError, SettingsError, unknown_name
+from fedvlm.evaluate.findings import correct_labels
 from fedvlm.parts.bodies import adapts
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, skipped_messages
-from fedvlm.runner.prepare import Prepared, prepare_client, with_calibration
+from fedvlm.runner.prepare import Prepared, label_tensor, prepare_client, with_calibration
 from fedvlm.runner.settings import build
 from fedvlm.runner.training import fit_calibration, fit_client_novelty
 
@@ -49,6 +49,21 @@ def join(
     """Adapt the shared tensors of a run to the samples of one more client; nothing is sent back.
 
     The test split of the data is held out, or all but `train_fraction` of the samples where it has none.
+
+    Args:
+        run: a result, or the folder of a finished run.
+        rows: the client's embedded samples, as `fedvlm.data.tabulate` makes them.
+        client_id: name of the client.
+        training: name of the training to join, the first if it is left out.
+        seed: seed of that training, the first if it is left out.
+        train_fraction: fraction of the samples to learn from, where the data have no test split.
+
+    Returns:
+        The client's classifier, and its accuracy on held-out samples before and after adapting.
+
+    Example:
+        >>> joined = fedvlm.join("runs/tofa-demo", samples)  # doctest: +SKIP
+        >>> joined.classifier.save_pretrained("classifiers/new")  # doctest: +SKIP
     """
     result = run if isinstance(run, Record) else Record(Path(run))
     common = unseen_classifier(result, training, seed)
@@ -61,7 +76,7 @@ def join(
     rows = align_classes(rows, common)
     prepared = prepare_joiner(result, rows, client_id, common, train_fraction)
     client_split = prepared.partition.clients[client_id]
-    labels = torch.from_numpy(rows.labels)
+    labels = label_tensor(rows)
     adapted = adapts(method)
     local = common.local
     sent, world = method.send(common.shared, client_id), prepared.own_world(client_id)
@@ -73,7 +88,11 @@ def join(
     test_rows = torch.from_numpy(client_split.test)
 
     def accuracy_of(classifier: Personalised) -> float:
-        return float((classifier.logits(rows.x[test_rows]).argmax(dim=1) == labels[test_rows]).float().mean())
+        logits, truth = classifier.logits(rows.x[test_rows]), labels[test_rows]
+        if rows.findings is not None:
+            known, correct, _ = correct_labels(logits, truth)
+            return correct / max(1, known)
+        return float((logits.argmax(dim=1) == truth).float().mean())
 
     n_train = sum(len(part) for part in (client_split.train, client_split.validation, client_split.calibration))
     return JoinResult(personal, adapted, n_train, len(test_rows), accuracy_of(personal), accuracy_of(common))
@@ -103,8 +122,9 @@ def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
     for name in rows.classes:
         if name not in classes:
             raise unknown_name("class of the run", name, classes)
-    number = np.array([classes.index(name) for name in rows.classes])
-    return replace(rows, classes=classes, labels=relabel(rows.labels, number))
+    check_same_kind(rows.name, rows.findings, common.frozen.multi_label)
+    number = [classes.index(name) for name in rows.classes]
+    return replace(rows, classes=classes, **align_labels(rows, number, len(classes)))
 
 
 def prepare_joiner(run: Record, rows: EmbeddedTable, id: str, common: Personalised, train_fraction: float) -> Prepared:

@@ -27,6 +27,7 @@ from fedvlm.runner.tune import seed_search
 from fedvlm.storage.files import read_tensors, write_tensors
 
 MIN_VALIDATION_SAMPLES = 10  # validation rows that say little
+UNSURE = "?"  # behind a finding in a prediction set that may be absent as well
 DEFAULT_TEMPLATE = "{}."  # around class names behind a prompt, whatever the template, up to 0.1
 
 
@@ -35,6 +36,14 @@ class Personalised:
     """One client's classifier: frozen, shared and local tensors, and the encoder it belongs to.
 
     With several findings per image, logits are log odds and probabilities are those of each finding being present.
+
+    Example:
+        >>> import fedvlm, numpy as np
+        >>> x = np.random.default_rng(0).normal(size=(2, 60, 8))
+        >>> y = np.tile([0, 1], 30)
+        >>> result = fedvlm.run("ridge", clients={"a": (x[0], y), "b": (x[1], y)}, classes=["cat", "dog"])
+        >>> result.personalised("a").predict_proba(x[0]).shape
+        (60, 2)
     """
 
     method: Method
@@ -97,13 +106,14 @@ class Personalised:
     def predict(self, x: Any) -> list[str]:
         """Return the most probable class of each sample; with several findings their names, as `edema|mass`."""
         if self.frozen.multi_label:
-            return [self.name_findings(row) for row in self.log_probabilities(self.logits(x))]
+            rows = self.log_probabilities(self.logits(x))
+            return ["|".join(self.present_findings(row)) or NO_FINDING for row in rows]
         return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
 
-    def name_findings(self, log_probabilities: Tensor) -> str:
-        """Return the findings that are more probable than not, joined by a bar."""
+    def present_findings(self, log_probabilities: Tensor) -> tuple[str, ...]:
+        """Return the findings that are more probable than not."""
         pairs = zip(self.frozen.classes, log_probabilities.exp().tolist(), strict=True)
-        return "|".join(name for name, p in pairs if p >= DEFAULT_THRESHOLD) or NO_FINDING
+        return tuple(name for name, p in pairs if p >= DEFAULT_THRESHOLD)
 
     def predict_proba(self, x: Any) -> NDArray[np.float32]:
         """Return probabilities (samples, classes), calibrated if validation samples were available."""
@@ -124,6 +134,7 @@ class Personalised:
         return self.prediction_sets(self.log_probabilities(self.logits(x)), coverage)
 
     def prediction_sets(self, log_probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
+        """Return prediction sets of log-probabilities, as `predict_set` does of embeddings."""
         if self.calibration is None:
             raise DataError(
                 f"no samples were set aside for {self!r}, so no coverage can be promised; train it "
@@ -147,7 +158,7 @@ class Personalised:
             may_be_present = -present <= limits[1]
             may_be_absent = -(-present.expm1()).clamp(min=1e-300).log() <= limits[0]
             pairs = zip(may_be_present.tolist(), may_be_absent.tolist(), strict=True)
-            columns.append([(f"{name}?" if absent else name) if here else "" for here, absent in pairs])
+            columns.append([(name + UNSURE if absent else name) if here else "" for here, absent in pairs])
         return [tuple(filter(None, row)) for row in zip(*columns, strict=True)] if len(log_probabilities) else []
 
     def rejection_limit(self, rate: float = FALSE_REJECTIONS) -> float:
@@ -191,6 +202,7 @@ class Personalised:
         return float((predicted == label_ids("the labels", labels, self.frozen.classes)).mean())
 
     def save_pretrained(self, folder: str | Path) -> None:
+        """Write the classifier to `classifier.safetensors` in a folder; the encoder is not part of it."""
         tensors = {f"shared/{key}": value for key, value in self.shared.items()}
         tensors |= {f"local/{key}": value for key, value in self.local.items()}
         if (text := text_of(self.frozen)) is not None:

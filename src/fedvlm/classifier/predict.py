@@ -1,25 +1,31 @@
 """Predict the classes of images with a saved classifier, and score it on labelled ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice
-from pathlib import Path
+from math import nan
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fedvlm.classifier.personalised import Personalised, reopen_encoder
+from fedvlm.classifier.personalised import UNSURE, Personalised, reopen_encoder
+from fedvlm.data.manifests import NO_FINDING
 from fedvlm.data.sources import Archive, EightBitSource, Files, Window, is_image, list_archive, list_folder
-from fedvlm.data.table import Source, match_classes
+from fedvlm.data.table import Dataset, EmbeddedTable, Source, align_labels, check_same_kind, match_classes
 from fedvlm.encoders import Encoder
 from fedvlm.encoders.images import prepare
-from fedvlm.encoders.store import STORE_SUFFIXES, read_unlabelled
+from fedvlm.encoders.store import STORE_SUFFIXES, open_store, read_unlabelled
+from fedvlm.engines.client import GroupRule, pool_groups
 from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
+from fedvlm.evaluate.findings import DEFAULT_THRESHOLD, finding_scores, summarise
 from fedvlm.evaluate.metrics import compute_metrics, prediction_details
 from fedvlm.runner.load import open_data, subset_dataset
+from fedvlm.runner.prepare import label_tensor
 
 BATCH_SIZE = 32
 SCORE_NOTE = "the classifier does not know its training images; accuracy on those is too high, so leave them out"
@@ -27,19 +33,28 @@ SCORE_NOTE = "the classifier does not know its training images; accuracy on thos
 
 @dataclass(frozen=True)
 class Prediction:
-    file: str
+    file: str  # or the name of a group of images
     label: str  # the likeliest class; with several findings the names of those that are present, as `edema|mass`
     probability: float
     probabilities: tuple[tuple[str, float], ...]  # every class, the likeliest first
     prediction_set: tuple[str, ...] | None = None  # the set of promised coverage, if one was asked for
     rejected: bool | None = None  # unlike anything the client has seen, if that was asked for
+    findings: tuple[str, ...] | None = None  # that are more probable than not, of a classifier of findings
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The predicted class, or every predicted finding."""
+        return self.findings or (self.label,)
 
     @property
     def decision(self) -> str:
-        """The class, if the prediction set has no other; empty where the classifier abstains or rejects."""
-        if self.rejected:
+        """The class or findings, if the set leaves no other; empty where the classifier abstains or rejects."""
+        if self.rejected or self.prediction_set is None:
             return ""
-        return self.prediction_set[0] if self.prediction_set is not None and len(self.prediction_set) == 1 else ""
+        if self.findings is not None:
+            in_doubt = any(name.endswith(UNSURE) for name in self.prediction_set)
+            return "" if in_doubt else "|".join(self.prediction_set) or NO_FINDING
+        return self.prediction_set[0] if len(self.prediction_set) == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -48,9 +63,15 @@ class Options:
 
     coverage: float | None = None  # of prediction sets
     reject: bool = False  # mark images unlike the client's
+    group: GroupRule = "image"  # predict each group of images by the mean or maximum of their logits
 
     def check(self, classifier: Personalised) -> None:
-        """Refuse what the classifier has too few calibration samples for."""
+        """Refuse what the classifier has too few calibration samples for, and what groups have not."""
+        if self.group != "image" and (self.reject or self.coverage is not None):
+            raise SettingsError(
+                f"the classifier is calibrated by image, so --group {self.group} has neither sets nor rejections; "
+                "leave --coverage and --reject out"
+            )
         if self.coverage is not None:
             classifier.prediction_sets(torch.zeros(0, len(classifier.frozen.classes)).double(), self.coverage)
         if self.reject:
@@ -76,11 +97,13 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
     reject: bool = False,
+    group: GroupRule = "image",
 ) -> Predictions:
     """Predict every image in files, folders and archives, and every row of tables of embeddings.
 
     `encoder` says where the encoder is now, if it moved; another one is refused. With `coverage` each image also gets
-    a prediction set, and with `reject` is marked if it is unlike the client's images.
+    a prediction set, and with `reject` is marked if it is unlike the client's images. With `group` there is one
+    prediction per group: the column group of a table, or the folder of an image.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
     tables = [
@@ -91,14 +114,7 @@ def predict(
     sources = [
         _open_source(Path(image_path), classifier.window) for image_path in images if Path(image_path) not in tables
     ]
-    predictions = predict_sources(classifier, sources, encoder, access, progress, Options(coverage, reject))
-    for file in tables:
-        names, x = read_unlabelled(file)
-        predictions.notes.append(f"the embeddings of {file} are assumed to be of {classifier.encoder}")
-        fault = f"its row of {file} is NaN, infinite or zero"
-        options = Options(coverage, reject)
-        predictions.rows.extend(predict_embeddings(classifier, names, x.numpy(), fault, predictions.skipped, options))
-    return predictions
+    return predict_sources(classifier, sources, encoder, access, progress, Options(coverage, reject, group), tables)
 
 
 def predict_sources(
@@ -108,19 +124,50 @@ def predict_sources(
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     options: Options = PROBABILITIES_ONLY,
+    tables: Sequence[Path] = (),
+    group_of: Callable[[str], str] = lambda name: str(PurePosixPath(name).parent),
 ) -> Predictions:
     options.check(classifier)  # refused before any image is read
     total = sum(len(source) for source, _ in sources)
     out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
-    if not sources:
-        return out
-    box: Encoder = reopen_encoder(classifier.encoder, encoder, access)
-    images = _read_images(sources, box, out.skipped)
-    while batch := list(islice(images, BATCH_SIZE)):
-        out.rows.extend(_predict_batch(classifier, box, batch, out.skipped, options))
-        if progress is not None:
-            progress(len(out.rows) + len(out.skipped), total)
+    pooled: list[tuple[Sequence[str], Tensor]] = []  # groups and logits
+
+    def add(names: Sequence[str], groups: Sequence[str], values: NDArray[Any], fault: str) -> None:
+        rows = valid_embeddings(names, values, fault, out.skipped)
+        if rows and options.group == "image":
+            out.rows.extend(_predict_rows(classifier, [names[row] for row in rows], values[rows], options))
+        elif rows:
+            pooled.append(([groups[row] for row in rows], classifier.logits(torch.from_numpy(values[rows]).float())))
+
+    if sources:
+        box: Encoder = reopen_encoder(classifier.encoder, encoder, access)
+        images, n_done = _read_images(sources, box, out.skipped), 0
+        while batch := list(islice(images, BATCH_SIZE)):
+            names = [name for name, _ in batch]
+            fault = f"{box.name} answered with NaN, infinity or zeros"
+            add(names, [group_of(name) for name in names], _embed_batch(classifier, box, batch), fault)
+            n_done += len(batch)
+            if progress is not None:
+                progress(min(total, n_done + len(out.skipped)), total)
+    for file in tables:
+        names, groups, x = read_unlabelled(file)
+        if options.group != "image" and groups is None:
+            raise DataError(f"{file} has no column group; add one, or leave --group out")
+        out.notes.append(f"the embeddings of {file} are assumed to be of {classifier.encoder}")
+        add(names, groups or names, x.numpy(), f"its row of {file} is NaN, infinite or zero")
+    if pooled:
+        names, logits = pool_logits(
+            [name for names, _ in pooled for name in names], [part for _, part in pooled], options
+        )
+        out.rows.extend(_describe_logits(classifier, names, logits, options))
     return out
+
+
+def pool_logits(groups: Sequence[str], logits: Sequence[Tensor], options: Options) -> tuple[list[str], Tensor]:
+    """Return the groups in the order of their first image, and one row of logits for each."""
+    number = {name: index for index, name in enumerate(dict.fromkeys(groups))}
+    values, index = torch.cat([*logits]), torch.tensor([number[name] for name in groups])
+    return list(number), pool_groups(values, index, index, options.group)[0]
 
 
 def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
@@ -159,21 +206,25 @@ def _read_images(
                 yield name, data if prepared is None else prepared
 
 
-def _predict_batch(
-    classifier: Personalised,
-    box: Encoder,
-    batch: Sequence[tuple[str, Any]],
-    skipped: list[tuple[str, str]],
-    options: Options,
-) -> list[Prediction]:
+def _embed_batch(classifier: Personalised, box: Encoder, batch: Sequence[tuple[str, Any]]) -> NDArray[Any]:
     if "image tower" in classifier.method.traits.needs:
-        values = np.stack([image for _, image in batch])
-    else:
-        patches = "patches" in classifier.method.traits.needs
-        answer = box.embed([image for _, image in batch], patches)
-        values = np.asarray(answer.patches if patches else answer.pooled)
-    fault = f"{box.name} answered with NaN, infinity or zeros"
-    return predict_embeddings(classifier, [name for name, _ in batch], values, fault, skipped, options)
+        return np.stack([image for _, image in batch])
+    patches = "patches" in classifier.method.traits.needs
+    answer = box.embed([image for _, image in batch], patches)
+    return np.asarray(answer.patches if patches else answer.pooled)
+
+
+def valid_embeddings(
+    names: Sequence[str], values: NDArray[Any], fault: str, skipped: list[tuple[str, str]]
+) -> list[int]:
+    """Return the rows of valid embeddings; NaN, infinite or zero ones are skipped with the reason."""
+    valid_rows = []
+    for row, name in enumerate(names):
+        if np.isfinite(values[row]).all() and values[row].any():
+            valid_rows.append(row)
+        else:
+            skipped.append((name, fault))
+    return valid_rows
 
 
 def predict_embeddings(
@@ -184,33 +235,43 @@ def predict_embeddings(
     skipped: list[tuple[str, str]],
     options: Options,
 ) -> list[Prediction]:
-    """Predict every valid embedding; NaN, infinite or zero ones are skipped with the reason."""
-    valid_rows = []
-    for row, name in enumerate(names):
-        if np.isfinite(values[row]).all() and values[row].any():
-            valid_rows.append(row)
-        else:
-            skipped.append((name, fault))
-    if not valid_rows:
-        return []
-    x = torch.from_numpy(values[valid_rows]).float()
-    log_probabilities = classifier.log_probabilities(classifier.logits(x))
-    sets: Sequence[tuple[str, ...] | None] = [None] * len(x)
+    """Predict every valid embedding."""
+    rows = valid_embeddings(names, values, fault, skipped)
+    return _predict_rows(classifier, [names[row] for row in rows], values[rows], options) if rows else []
+
+
+def _predict_rows(
+    classifier: Personalised, names: Sequence[str], values: NDArray[Any], options: Options
+) -> list[Prediction]:
+    x = torch.from_numpy(values).float()
+    rejections = classifier.reject(x).tolist() if options.reject else None
+    return _describe_logits(classifier, names, classifier.logits(x), options, rejections)
+
+
+def _describe_logits(
+    classifier: Personalised,
+    names: Sequence[str],
+    logits: Tensor,
+    options: Options,
+    rejections: Sequence[bool] | None = None,
+) -> list[Prediction]:
+    log_probabilities = classifier.log_probabilities(logits)
+    sets: Sequence[tuple[str, ...] | None] = [None] * len(logits)
     if options.coverage is not None:
         sets = classifier.prediction_sets(log_probabilities, options.coverage)
-    rejections = classifier.reject(x).tolist() if options.reject else [None] * len(x)
     ranked = log_probabilities.exp().sort(dim=1, descending=True)
+    rows = zip(names, ranked.indices.tolist(), ranked.values.tolist(), sets, strict=True)
     out: list[Prediction] = []
-    for row, order, ranked_probabilities, prediction_set, rejected in zip(
-        valid_rows, ranked.indices.tolist(), ranked.values.tolist(), sets, rejections, strict=True
-    ):
-        ranking = tuple(
-            (classifier.frozen.classes[i], chance) for i, chance in zip(order, ranked_probabilities, strict=True)
-        )
+    for name, order, ranked_probabilities, prediction_set in rows:
+        pairs = zip(order, ranked_probabilities, strict=True)
+        ranking = tuple((classifier.frozen.classes[i], chance) for i, chance in pairs)
         label, chance = ranking[0]
+        findings = None
         if classifier.frozen.multi_label:
-            label = classifier.name_findings(log_probabilities[len(out)])
-        out.append(Prediction(names[row], label, chance, ranking, prediction_set, rejected))
+            findings = classifier.present_findings(log_probabilities[len(out)])
+            label = "|".join(findings) or NO_FINDING
+        rejected = None if rejections is None else rejections[len(out)]
+        out.append(Prediction(name, label, chance, ranking, prediction_set, rejected, findings))
     return out
 
 
@@ -221,9 +282,12 @@ class Score:
     recall: Mapping[str, float]  # by class that has rows
     coverage: float | None  # share of sets that hold the true class, if sets were asked for
     size: float | None  # mean number of classes in a set
-    decided: float | None  # share of images whose set is one class
+    decided: float | None  # share of images whose set is one class, or leaves no finding in doubt
     skipped: list[tuple[str, str]]
     notes: list[str]
+    findings: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # metrics of each, at a probability of 0.5
 
 
 def score(
@@ -234,36 +298,97 @@ def score(
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
+    group: GroupRule = "image",
 ) -> Score:
-    """Score a classifier on images in folders named after their class, or on a data set by name."""
+    """Score a classifier on images in folders named after their class, a data set by name, or store:TABLE."""
     classifier = Personalised.from_pretrained(folder, encoder)
-    if classifier.frozen.multi_label:
-        raise SettingsError(
-            f"{folder} predicts several findings per image, which `fedvlm score` does not score yet; "
-            "Personalised.score takes embeddings and an array of findings"
-        )
-    window = {} if classifier.window is None else {"window": list(classifier.window)}
-    dataset = open_data(data, {**window, **(source or {})})
-    dataset = subset_dataset(dataset, np.flatnonzero(dataset.labels >= 0))
-    predictions = predict_sources(classifier, [(dataset.source, "")], encoder, access, progress, Options(coverage))
-    number = match_classes(dataset.classes, predictions.classes)
+    options = Options(coverage, group=group)
+    dataset: Dataset | EmbeddedTable
+    if data.startswith("store:"):
+        dataset = open_store(data.removeprefix("store:"), **(source or {}))
+        names = [str(row) for row in range(len(dataset.labels))]
+    else:
+        window = {} if classifier.window is None else {"window": list(classifier.window)}
+        dataset = open_data(data, {**window, **(source or {})})
+        names = [dataset.source.name(row) for row in range(len(dataset.labels))]
+    check_same_kind(data, dataset.findings, classifier.frozen.multi_label)
+    number = match_classes(dataset.classes, classifier.frozen.classes)
     if -1 in number:
         name = dataset.classes[number.index(-1)]
-        raise DataError(f"{data} has the class {name!r}; the classifier has {join_names(predictions.classes)}")
-    truth = {dataset.source.name(row): number[y] for row, y in enumerate(dataset.labels.tolist())}
-    y = torch.tensor([truth[prediction.file] for prediction in predictions.rows])
-    if not len(y):
+        raise DataError(f"{data} has the class {name!r}; the classifier has {join_names(classifier.frozen.classes)}")
+    if group != "image" and dataset.groups is None:
+        raise DataError(f"{data} has no column group; add one, or leave --group out")
+    columns = dataset.groups if group != "image" else None
+    groups = names if columns is None else [column or name for column, name in zip(columns, names, strict=True)]
+    labelled = np.flatnonzero(dataset.labels >= 0).tolist()
+    if isinstance(dataset, EmbeddedTable):
+        predictions = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
+        logits = [classifier.logits(dataset.x[labelled])]
+        chosen, pooled = pool_logits([groups[row] for row in labelled], logits, options)
+        predictions.rows.extend(_describe_logits(classifier, chosen, pooled, options))
+    else:
+        images = subset_dataset(dataset, np.array(labelled))
+        group_of = dict(zip(names, groups, strict=True)).__getitem__
+        predictions = predict_sources(
+            classifier, [(images.source, "")], encoder, access, progress, options, (), group_of
+        )
+    aligned = replace(dataset, **align_labels(dataset, number, len(predictions.classes)))
+    index = {prediction.file: place for place, prediction in enumerate(predictions.rows)}
+    pairs = [(index[groups[row]], row) for row in labelled if groups[row] in index]
+    if not pairs:
         raise DataError(f"no image of {data} could be read; {predictions.skipped[0][1]}")
+    places, rows = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    y = label_tensor(aligned)[rows]
+    truth = pool_groups(y, y, places, "max")[1]
+    if y.ndim == 1 and not torch.equal(truth[places], y):
+        raise DataError(f"a group of {data} has images of several classes; correct its labels, or leave --group out")
     predictions.notes.append(SCORE_NOTE)
-    return _score_predictions(predictions, y, coverage)
+    return (
+        _score_findings(predictions, truth, coverage)
+        if y.ndim == 2
+        else _score_predictions(predictions, truth, coverage)
+    )
 
 
-def _score_predictions(predictions: Predictions, y: torch.Tensor, coverage: float | None) -> Score:
-    place = {name: index for index, name in enumerate(predictions.classes)}
-    p = torch.zeros(len(y), len(place), dtype=torch.float64)
-    for row, prediction in enumerate(predictions.rows):
-        for name, probability in prediction.probabilities:
-            p[row, place[name]] = probability
+def _probability_matrix(predictions: Predictions) -> Tensor:
+    """Return (samples, classes) in the order of the classes."""
+    by_name = [dict(prediction.probabilities) for prediction in predictions.rows]
+    return torch.tensor([[row[name] for name in predictions.classes] for row in by_name], dtype=torch.float64)
+
+
+def _score_findings(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
+    """Score findings by the known labels."""
+    p, known = _probability_matrix(predictions), y >= 0
+    by_finding = finding_scores(p.logit(), y, [DEFAULT_THRESHOLD] * y.shape[1])
+    is_present = p >= DEFAULT_THRESHOLD
+    recall = {
+        name: float(is_present[y[:, number] == 1, number].double().mean())
+        for number, name in enumerate(predictions.classes)
+        if (y[:, number] == 1).any()
+    }
+    accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
+    sets = [prediction.prediction_set or () for prediction in predictions.rows]
+    allowed = [
+        [(name in held or name + UNSURE in held, name not in held) for name in predictions.classes] for held in sets
+    ]
+    may_be_present, may_be_absent = torch.tensor(allowed).unbind(2)
+    is_covered = torch.where(y == 1, may_be_present, may_be_absent)[known].double().mean()
+    has_coverage = coverage is not None
+    return Score(
+        len(y),
+        {"accuracy": accuracy, **summarise(p.logit(), y, by_finding)},
+        recall,
+        float(is_covered) if has_coverage else None,
+        float(may_be_present.double().sum(1).mean()) if has_coverage else None,
+        float(np.mean([bool(prediction.decision) for prediction in predictions.rows])) if has_coverage else None,
+        predictions.skipped,
+        predictions.notes,
+        dict(zip(predictions.classes, by_finding, strict=True)),
+    )
+
+
+def _score_predictions(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
+    p = _probability_matrix(predictions)
     recalls = zip(predictions.classes, prediction_details(p, y)["recall"], strict=True)
     sets = [prediction.prediction_set or () for prediction in predictions.rows]
     is_covered = [predictions.classes[i] in prediction for i, prediction in zip(y.tolist(), sets, strict=True)]

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="Classifier written by `fedvlm export`.")]
 EncoderOption = Annotated[str, typer.Option(help="Encoder, if it has moved since the export.")]
+GroupOption = Annotated[
+    Literal["image", "mean", "max"],
+    typer.Option(help="Predict each image, or each group by mean or max of its logits."),
+]
 Coverage = Annotated[float | None, typer.Option(help="Predict sets with this coverage, e.g. 0.95.")]
 
 
@@ -43,6 +47,7 @@ def predict(
     all_classes: Annotated[bool, typer.Option("--all", help="Print all classes.")] = False,
     coverage: Coverage = None,
     reject: Annotated[bool, typer.Option("--reject", help="Mark images unlike any the client has seen.")] = False,
+    group: GroupOption = "image",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of CSV.")] = False,
     out: Annotated[
         Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write to this file instead of stdout.")
@@ -54,7 +59,8 @@ def predict(
 
     The output is CSV. With --coverage it has a set of classes per image, and a decision where the
     set has one class. With --reject it marks images unlike the client's; about 5 % of familiar ones
-    are marked, too. The exit code is 1 if an image cannot be read.
+    are marked, too. A group is the column group of a table, or the folder of images.
+    The exit code is 1 if an image cannot be read.
     """
     from fedvlm.classifier.predict import predict as run
     from fedvlm.storage.files import write_file
@@ -68,6 +74,7 @@ def predict(
             lambda done, total: report("predicting", done, total),
             coverage,
             reject,
+            group,
         )
     lines = table(predictions, len(predictions.classes) if all_classes else top, coverage is not None)
     text = _json(predictions, lines) if as_json else _csv(lines)
@@ -83,11 +90,14 @@ def table(predictions: "Predictions", top: int, sets: bool) -> list[dict[str, An
     title = "uncalibrated probability" if any("not calib" in n for n in predictions.notes) else ""
     lines = []
     for row in predictions.rows:
-        for rank, (label, chance) in enumerate(row.probabilities[:top], start=1):
+        ranking = row.probabilities[:top] if row.findings is None else row.probabilities[:1]
+        for rank, (label, chance) in enumerate(ranking, start=1):
             line: dict[str, Any] = {"file": row.file}
-            if top > 1:
-                line["rank"] = rank
-            line |= {"class": label, title or "probability": round(chance, 4)}
+            if row.findings is not None:  # one line per image, with the probability of every finding
+                line |= {"findings": row.label}
+                line |= {name: round(dict(row.probabilities)[name], 4) for name in predictions.classes}
+            else:
+                line |= ({"rank": rank} if top > 1 else {}) | {"class": label, title or "probability": round(chance, 4)}
             if sets:
                 line |= {"set": list(row.prediction_set or ()), "decision": row.decision}
             if row.rejected is not None:
@@ -120,11 +130,12 @@ def _json(predictions: "Predictions", lines: list[dict[str, Any]]) -> str:
 
 def score(
     folder: Folder,
-    data: Annotated[str, typer.Argument(help="Labelled images, e.g. in one folder per class.")],
+    data: Annotated[str, typer.Argument(help="Labelled images, e.g. in one folder per class; or store:TABLE.")],
     source: Source = None,
     encoder: EncoderOption = "",
     access: Access = None,
     coverage: Coverage = None,
+    group: GroupOption = "image",
     as_json: Json = False,
 ) -> None:
     """Evaluate an exported classifier on labelled images.
@@ -143,6 +154,7 @@ def score(
             parse_pairs("--access", access),
             lambda done, total: report("predicting", done, total),
             coverage,
+            group,
         )
     if as_json:
         typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
@@ -150,6 +162,9 @@ def score(
         rows = [["images", str(evaluation.rows)]]
         rows += [[name, f"{100 * fraction:.2f}"] for name, fraction in evaluation.metrics.items()]
         rows += [[f"recall of {name}", f"{100 * fraction:.2f}"] for name, fraction in evaluation.recall.items()]
+        for metric in ("AUC", "AP"):
+            of_findings = {name: scores[metric] for name, scores in evaluation.findings.items() if metric in scores}
+            rows += [[f"{metric} of {name}", f"{100 * value:.2f}"] for name, value in of_findings.items()]
         if evaluation.size is not None and evaluation.coverage is not None and evaluation.decided is not None:
             rows.append([f"coverage (target {100 * (coverage or 0):g} %)", f"{evaluation.coverage:.2%}"])
             rows.append(["mean set size", f"{evaluation.size:.2f}"])

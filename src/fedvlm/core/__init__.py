@@ -44,7 +44,7 @@ from fedvlm.core.contract import (
     tunable_settings,
     upload_sum,
 )
-from fedvlm.core.registry import METHODS, is_method, make, methods, register
+from fedvlm.core.registry import METHODS, check_class_weights, is_method, make, methods, register
 from fedvlm.core.schema import check_range, check_type
 from fedvlm.tensors import Tensors
 
@@ -87,6 +87,7 @@ __all__ = [
     "Traits",
     "UploadSum",
     "as_stacked",
+    "check_class_weights",
     "check_range",
     "check_type",
     "gradient_update",

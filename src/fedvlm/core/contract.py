@@ -107,7 +107,7 @@ class Client:
 class Batch(NamedTuple):
     x: Tensor  # (batch, ...)
     y: Tensor  # (batch,) valid labels also where real is False
-    real: Tensor  # (batch,) False for padding
+    real: Tensor  # (batch,) False for padding; with `class_weights` the sample's weight, 0 for padding
     reference: Tensor  # (batch, ...) unlabelled samples, none if the method has no `reference`
 
 

@@ -1,6 +1,6 @@
 """Register methods, list them and make them by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from inspect import isfunction
@@ -17,7 +17,7 @@ from fedvlm.core.contract import (
     Traits,
 )
 from fedvlm.core.schema import check_settings, check_type
-from fedvlm.errors import SettingsError, unknown_name
+from fedvlm.errors import SettingsError, join_names, unknown_name
 from fedvlm.plugins import load_outside, qualified_name
 
 METHODS: dict[str, type[Method]] = {}
@@ -56,7 +56,19 @@ FOREIGN_NAMES = {  # other names of the settings and traits that are read by nam
 
 
 def register(method: T) -> T:
-    """Check a method class and add it to the list; an error names everything that is missing."""
+    """Check a method class and add it to the list; an error names everything that is missing.
+
+    Args:
+        method: a frozen dataclass with a name, traits and the six verbs.
+
+    Returns:
+        The same class, so that it can be used as a decorator.
+
+    Example:
+        >>> import fedvlm
+        >>> fedvlm.register(fedvlm.methods()["fedavg"]).name
+        'fedavg'
+    """
     problems = list(_check_class(method))
     if not problems:
         problems = [*_check_names(method), *_check_gradient_settings(method), *_check_traits(method)]
@@ -149,7 +161,16 @@ def _check_traits(method: Any) -> Iterator[str]:
 
 
 def methods() -> dict[str, type[Method]]:
-    """Return all methods: our own and those of other packages (entry-point group fedvlm.methods)."""
+    """Return all methods: our own and those of other packages (entry-point group fedvlm.methods).
+
+    Returns:
+        Classes by name, sorted.
+
+    Example:
+        >>> import fedvlm
+        >>> "auto" in fedvlm.methods()
+        True
+    """
     import fedvlm.methods  # noqa: F401  registers our own
 
     load_outside("fedvlm.methods")
@@ -162,8 +183,32 @@ def is_method(value: object) -> TypeGuard[Method]:
 
 
 def make(name: str, **settings: Any) -> Method:
-    """Make a method by name with settings, checked against its fields."""
+    """Make a method by name with settings, checked against its fields.
+
+    Args:
+        name: as `fedvlm list methods` prints it.
+        settings: values of the method's fields; others keep their defaults.
+
+    Returns:
+        The method, which `fedvlm.run` takes.
+
+    Example:
+        >>> import fedvlm
+        >>> fedvlm.make("fedavg", rounds=3).rounds
+        3
+    """
     available = methods()
     if name not in available:
         raise unknown_name("method", name, available)
+    check_class_weights(name, settings)
     return available[name](**check_settings(name, settings, available[name]))
+
+
+def check_class_weights(name: str, settings: Iterable[str]) -> None:
+    """Refuse class weights for a method that does not train by the cross-entropy of single samples."""
+    available = {other for other, method in methods().items() if any(f.name == "class_weights" for f in fields(method))}
+    if "class_weights" in settings and name not in available:
+        raise SettingsError(
+            f"{name} has no class_weights: they weight the cross-entropy of a client's own samples, and {name} does "
+            f"not train by that alone; methods that do: {join_names(sorted(available), 40)}"
+        )

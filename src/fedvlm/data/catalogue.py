@@ -181,6 +181,7 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
         clients=data.clients[selected],
         splits=data.splits[selected],
         groups=None if data.groups is None else data.groups[selected],
+        subgroups={key: column[selected] for key, column in data.subgroups.items()},
         templates=entry.templates,
     )
 

@@ -58,7 +58,9 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
     else:
         table = tabulate_findings(file.stem, Files(file.parent, names), findings, *optional)
     groups = columns.get("group")
-    return table if groups is None else replace(table, groups=anonymise_groups(groups))
+    used = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS, "labels", *(() if findings is None else findings[0])}
+    subgroups = {title: string_column(cells, len(names)) for title, cells in columns.items() if title not in used}
+    return replace(table, groups=None if groups is None else anonymise_groups(groups), subgroups=subgroups)
 
 
 def read_findings(

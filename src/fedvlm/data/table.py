@@ -111,6 +111,22 @@ def pattern_names(findings: Findings, classes: Sequence[str]) -> tuple[str, ...]
     )
 
 
+def align_labels(table: Any, number: Sequence[int], n_classes: int) -> dict[str, Any]:
+    """Return the labels of a table by other class numbers, given those of its own; findings it lacks are unknown."""
+    if table.findings is None:
+        return {"labels": relabel(table.labels, np.array(number, np.int64))}
+    findings = np.full((len(table.findings), n_classes), -1, np.int8)
+    findings[:, number] = table.findings
+    return {"findings": findings}
+
+
+def check_same_kind(context: str, findings: Findings | None, multi_label: bool) -> None:
+    """Refuse data of one class per image where several findings are expected, and the other way round."""
+    if (findings is not None) != multi_label:
+        kinds = ("one class per image", "several findings per image")
+        raise DataError(f"{context} has {kinds[not multi_label]}, and {kinds[multi_label]} is needed; label it so")
+
+
 def count_classes(table: Any, rows: Any) -> NDArray[np.int64]:
     """(classes,) count some samples of a table by class, or those with each finding."""
     labels = table.labels[rows]
@@ -147,6 +163,7 @@ class Dataset:
     splits: Strings  # (samples,) one of SPLITS where the data set defines it
     templates: tuple[str, ...] = ("a picture of a {}",)
     groups: Strings | None = None  # (samples,) what must stay in one split: a patient, a lesion
+    subgroups: Mapping[str, Strings] = field(default_factory=dict)  # (samples,) further columns, as sex or scanner
     notes: tuple[str, ...] = ()  # warnings of the reader, such as files it ignored
     findings: "Findings | None" = None  # of data with several findings per image: what the labels mean
     negative_templates: tuple[str, ...] = NEGATIVE_TEMPLATES  # of images without a finding
@@ -175,6 +192,7 @@ class EmbeddedTable:
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same by client that provides them
     groups: Strings | None = None  # (samples,) what must stay in one split: a patient, a lesion
+    subgroups: Mapping[str, Strings] = field(default_factory=dict)  # (samples,) further columns, as sex or scanner
     findings: "Findings | None" = None  # of data with several findings per image: what the labels mean
     negative_text: Tensor | None = None  # (classes, dim) unit-norm embeddings of "without the finding"
 
@@ -212,6 +230,7 @@ class EmbeddedTable:
             x=self.x[rows],
             content=content,
             groups=None if self.groups is None else self.groups[rows],
+            subgroups={key: column[rows] for key, column in self.subgroups.items()},
             patches=None if self.patches is None else self.patches[rows],
             **(columns | changes),
         )

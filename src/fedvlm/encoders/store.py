@@ -53,6 +53,7 @@ MAX_COMPRESSION_RATIO = 100  # of a larger one: embeddings hardly shrink, zeros 
 MAX_CLASSES = 1 << 16  # three times the largest list of classes we know, ImageNet-21k
 PER_SAMPLE_KEYS = ("x", "y", "domains", "clients", "splits", "groups", "paths", "content", "patches")
 PER_TABLE_KEYS = ("classes", "text", "text_classes", "scale", "name", "encoder", "fingerprint", "sha256")
+KNOWN_KEYS = {*PER_SAMPLE_KEYS, *PER_TABLE_KEYS, "labels"}
 SPLIT_KEYS = {f"{split}_{key}" for split in SPLIT_ALIASES if split for key in "xy"}
 TEXT_COLUMNS = ("y", "labels", "clients", "domains", "splits", "groups", "paths")
 ALIASES = {
@@ -112,6 +113,7 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
         clients=string_column(columns.get("clients"), rows),
         splits=read_splits(str(file), splits.tolist()) if "splits" in columns else splits,
         groups=anonymise_groups(string_column(columns["groups"], rows).tolist()) if "groups" in columns else None,
+        subgroups={key: string_column(values, rows) for key, values in columns.items() if _is_subgroup(key, columns)},
         content=content if isinstance(content, Digests) else [str(digest) for digest in content],
         scale=check_scale(str(file), float(columns.get("scale", 100.0))),
         text=None,
@@ -125,12 +127,15 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
     return _select_classes(file, table, _read_text(file, columns, names, unit.shape[1]), classes)
 
 
-def read_unlabelled(file: Path) -> tuple[list[str], Tensor]:
-    """Read the name of each row of a store, its path or its number, and the embeddings."""
+def read_unlabelled(file: Path) -> tuple[list[str], list[str] | None, Tensor]:
+    """Read the name of each row of a store (its path or its number), its group if it has one, and the embeddings."""
     columns, x, _ = read_columns(file)
     paths = columns.get("paths")
-    names = [f"{file}[{row}]" for row in range(len(x))] if paths is None else map(str, paths)
-    return list(names), x
+    names = [f"{file}[{row}]" for row in range(len(x))] if paths is None else [str(path) for path in paths]
+    if "groups" not in columns:
+        return names, None, x
+    groups = string_column(columns["groups"], len(x)).tolist()
+    return names, [group or name for group, name in zip(groups, names, strict=True)], x
 
 
 def save_store(path: str | Path, embedded: EmbeddedTable) -> Path:
@@ -232,7 +237,8 @@ def _read_csv(file: Path, digest: str) -> tuple[Columns, str]:
     lines = csv_lines(file, "table")
     header = next(lines)
     embedding = _embedding_columns(file, header)
-    text_indices = {i: key for i, title in enumerate(header) if (key := _column_name(title)) in TEXT_COLUMNS}
+    numbers_at = {embedding} if isinstance(embedding, int) else set(embedding)
+    text_indices = {i: _column_name(title) for i, title in enumerate(header) if i not in numbers_at and _is_text(title)}
     rows: list[NDArray[np.float32]] = []
     cells: dict[str, list[str]] = {key: [] for key in text_indices.values()}
     for row, line in enumerate(lines):
@@ -257,10 +263,11 @@ def _read_parquet(file: Path, digest: str) -> tuple[Columns, str]:
         rows = [np.array(numbers, np.float32) for numbers in lists]
     except (ValueError, TypeError) as error:
         raise DataError(f"{file} has an embedding that is not numeric ({error})") from error
+    numbers_at = {embedding} if isinstance(embedding, int) else set(embedding)
     cells = {
-        key: ["" if cell is None else str(cell).strip() for cell in column]
-        for title, column in columns.items()
-        if (key := _column_name(title)) in TEXT_COLUMNS
+        _column_name(title): ["" if cell is None else str(cell).strip() for cell in column]
+        for i, (title, column) in enumerate(columns.items())
+        if i not in numbers_at and _is_text(title)
     }
     return _table_columns(file, rows, cells), digest
 
@@ -277,6 +284,11 @@ STORE_SUFFIXES = tuple(READERS)
 def _column_name(title: str) -> str:
     """Return a column's name in a store; in a table, `labels` are several findings per image."""
     return title if title == "labels" else ALIASES.get(title, title)
+
+
+def _is_text(title: str) -> bool:
+    """Tell whether a column of a table is read: a known one with a text per sample, or a subgroup."""
+    return (key := _column_name(title)) in TEXT_COLUMNS or key not in KNOWN_KEYS
 
 
 def _embedding_columns(file: Path, titles: Sequence[str]) -> int | list[int]:
@@ -314,12 +326,21 @@ def _table_columns(file: Path, rows: Sequence[NDArray[np.float32]], cells: dict[
     return out
 
 
+def _is_subgroup(key: str, columns: Columns) -> bool:
+    """Tell whether a column is a further one with a string per sample, as sex or scanner."""
+    values = columns[key]
+    is_text = isinstance(values, np.ndarray) and values.dtype.kind == "U"
+    return key not in KNOWN_KEYS and is_text and values.shape == (len(columns.get("x", ())),)
+
+
 def _join_splits(file: Path, columns: Columns) -> Columns:
     """Join train_x, train_y, val_x, ... to one x and one y; refuse unknown arrays."""
-    if unknown := sorted(set(columns) - SPLIT_KEYS - set(PER_SAMPLE_KEYS) - set(PER_TABLE_KEYS)):
+    names = {key for key in columns if not _is_subgroup(key, columns)}
+    if unknown := sorted(names - SPLIT_KEYS - set(PER_SAMPLE_KEYS) - set(PER_TABLE_KEYS)):
         raise DataError(
             f"{file} has unknown arrays: {', '.join(unknown)}; "
-            f"known are {', '.join(sorted({*PER_SAMPLE_KEYS, *PER_TABLE_KEYS}))} and train_x, train_y, ..."
+            f"known are {', '.join(sorted({*PER_SAMPLE_KEYS, *PER_TABLE_KEYS}))}, train_x, train_y, ... "
+            "and further columns with a string per sample"
         )
     splits = [split for split in SPLIT_ALIASES if f"{split}_x" in columns]
     if not splits:

@@ -113,6 +113,7 @@ class World(TrainingTerms):
     members: Mapping[str, Member]
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     groups: Tensor | None = None  # (samples,) number of the patient, lesion or slide, if the data have groups
+    subgroups: Mapping[str, NDArray[np.str_]] = field(default_factory=dict)  # (samples,) columns to report metrics by
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # of clients that bring class descriptions of their own
     secret_noise: bool = False  # noise from the system's entropy instead of the seed, at a deployed site
     details: bool = False  # report the last scores sample by sample; never at a deployed site
@@ -245,6 +246,7 @@ def client_world(world: World, id: str) -> World:
         x=x,
         y=y,
         groups=None if world.groups is None else world.groups[torch.from_numpy(rows)],
+        subgroups={},  # they stay where the data are
         members={id: ClientRows(*places[:-1])},
         reference=places[-1],
         texts={id: world.texts[id]} if id in world.texts else {},
@@ -343,9 +345,19 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
         test_logits, test_y = pool_groups(test_logits, test_y, groups[n_val:], world.group_metrics)
         test_groups = None
     is_final = last and not world.has_many_clients
+    samples: Scores = {}
+    if is_final and world.details and world.subgroups:
+        places = np.arange(len(test)) if len(test_y) == len(test) else first_of_group(groups, n_val)
+        samples["samples"] = {
+            "p": (test_logits.sigmoid() if world.frozen.multi_label else test_logits.softmax(1)).tolist(),
+            "y": test_y.tolist(),
+            "groups": list(range(len(test_y))) if test_groups is None else _number_groups(test_groups),
+            "subgroups": {key: column[test][places].tolist() for key, column in world.subgroups.items()},
+        }
     if world.frozen.multi_label:
         with_metrics = world.metrics or is_final
         scores = measure_findings((val_logits, test_logits), (val_y, test_y), with_metrics, last and world.details)
+        scores |= samples
         if is_final and world.details:  # correct predictions are listed by known label, and belong to an image or group
             units = torch.arange(len(test_y)) if test_groups is None else test_groups
             scores["groups"] = _number_groups(units[:, None].expand(test_y.shape)[test_y >= 0])
@@ -354,7 +366,7 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     n_correct = [
         int((part.argmax(dim=1) == truth).sum()) for part, truth in ((val_logits, val_y), (test_logits, test_y))
     ]
-    scores = score_counts(loss.item(), [len(val_y), len(test_y)], n_correct)
+    scores = score_counts(loss.item(), [len(val_y), len(test_y)], n_correct) | samples
     if len(test_y) and (is_final or world.metrics):
         p = test_logits.softmax(dim=1)
         scores |= {key: score for key, score in compute_metrics(p, test_y).items() if key != "accuracy"}
@@ -368,6 +380,12 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
             scores |= prediction_details(p, test_y)
             scores |= {} if test_groups is None else {"groups": _number_groups(test_groups)}
     return scores
+
+
+def first_of_group(groups: Tensor | None, n_val: int) -> NDArray[np.int64]:
+    """Return the first test sample of each group, in the order of `pool_groups`."""
+    assert groups is not None
+    return np.unique(groups[n_val:].numpy(), return_index=True)[1]
 
 
 def _number_groups(groups: Tensor) -> list[int]:

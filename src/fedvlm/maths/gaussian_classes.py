@@ -38,6 +38,13 @@ def class_membership(y: Tensor, classes: int) -> Tensor:
     return (y[:, None] == torch.arange(classes, device=y.device)).double()
 
 
+def balanced_weights(y: Tensor, classes: int) -> Tensor:
+    """Return (..., classes) weights of equal classes in (..., samples); over the samples they are 1 on average."""
+    counts = (y[..., None] == torch.arange(classes, device=y.device)).sum(-2)
+    present = (counts > 0).sum(-1, keepdim=True)
+    return counts.sum(-1, keepdim=True) / (present * counts).clamp(min=1)
+
+
 def suppress_small_classes(y: Tensor, counts: Tensor, min_samples: int) -> Tensor:
     """Return the labels with -1 for those of classes whose `counts` are below `min_samples`."""
     return torch.where((counts < min_samples)[y.clamp(min=0)], -1, y)

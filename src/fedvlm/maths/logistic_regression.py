@@ -68,13 +68,14 @@ def fit_ridge_path(
     open_classes: Tensor,
     steps: int = MAX_STEPS,
     bias_ridge: float | Tensor = BIAS_RIDGE,
+    class_weights: Tensor | None = None,
 ) -> RidgePath:
     """Fit a head per ridge over the classes that are open; the others keep the anchor's row. y = -1 is padding.
 
     W - W_anchor lies in the span of the samples, so it is fitted in their singular basis, in which the metric
     curvature · S² / n + ridge is diagonal for every ridge at once.
     """
-    regression = _prepare_regression(x, y, ridges, anchor, open_classes, bias_ridge)
+    regression = _prepare_regression(x, y, ridges, anchor, open_classes, bias_ridge, class_weights)
     position = regression.zeros()
     logits, current_gradient = regression.start, regression.gradient(regression.start, position)
     past: list[tuple[Tensor, Tensor]] = []
@@ -90,9 +91,11 @@ def fit_ridge_path(
     return regression.path(position, current_gradient)
 
 
-def fit_converged_path(x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor) -> RidgePath:
+def fit_converged_path(
+    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor, class_weights: Tensor | None = None
+) -> RidgePath:
     """Fit what `fit_ridge_path` fits by Newton steps, which also converge where classes are nearly separable."""
-    regression = _prepare_regression(x, y, ridges, anchor, open_classes, BIAS_RIDGE)
+    regression = _prepare_regression(x, y, ridges, anchor, open_classes, BIAS_RIDGE, class_weights)
     position, logits = regression.zeros(), regression.start
     for _ in range(NEWTON_STEPS):
         direction = regression.newton_direction(logits, position)
@@ -114,7 +117,7 @@ class _Regression(NamedTuple):
     rows: Tensor  # (samples, rank + 1) in the basis, with a last coordinate of 1
     right: Tensor  # (rank, dim) the basis
     truth: Tensor  # (samples, classes) 1 for the true class
-    sample_weights: Tensor  # (samples,) 1 / number of samples, 0 for padding
+    sample_weights: Tensor  # (samples,) 1 / number of samples, times the weight of the class; 0 for padding
     ridge_weights: Tensor  # (ridges, rank + 1, 1) of the scaled coordinates
     scale: Tensor  # (ridges, rank + 1, 1)
     start: Tensor  # (ridges, samples, classes) logits of the anchor
@@ -178,11 +181,19 @@ class _Regression(NamedTuple):
 
 
 def _prepare_regression(
-    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor, bias_ridge: float | Tensor
+    x: Tensor,
+    y: Tensor,
+    ridges: Tensor,
+    anchor: Head,
+    open_classes: Tensor,
+    bias_ridge: float | Tensor,
+    class_weights: Tensor | None,
 ) -> _Regression:
     real = y >= 0
     x = torch.where(real[:, None], x.double(), 0.0)
     sample_weights = real.double() / real.sum().clamp(min=1)
+    if class_weights is not None:
+        sample_weights = sample_weights * class_weights[y.clamp(min=0)]
     left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
     rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (samples, rank + 1)
     ridges = ridges.double()[:, None]
@@ -249,11 +260,15 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1), keepdim=True)
 
 
-def summed_cross_entropy(logits: Tensor, y: Tensor, max_loss: float = torch.inf) -> Tensor:
+def summed_cross_entropy(
+    logits: Tensor, y: Tensor, max_loss: float = torch.inf, class_weights: Tensor | None = None
+) -> Tensor:
     """Return the (...,) summed cross-entropy of (..., samples, classes), each at most `max_loss`; y = -1 is padding."""
     log_probabilities = logits.log_softmax(-1)
     index = y.clamp(min=0).expand(log_probabilities.shape[:-1])[..., None]
     losses = (-log_probabilities.gather(-1, index)[..., 0]).clamp(max=max_loss)
+    if class_weights is not None:
+        losses = losses * class_weights[y.clamp(min=0)]
     return torch.where(y >= 0, losses, 0.0).sum(-1)
 
 
@@ -268,23 +283,31 @@ def loss_and_gradient(head: Head, x: Tensor, y: Tensor, max_loss: float = torch.
     return summed_cross_entropy(logits, y, max_loss), error.mT @ bordered
 
 
-def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor, class_weights: Tensor | None = None) -> Tensor:
     """Return the index of the ridge with the highest validation likelihood, under a weak prior around DEFAULT_RIDGE."""
     distance = (ridges / DEFAULT_RIDGE).log10()
-    return (summed_cross_entropy(path.heads.logits(x.double()), y) + distance.square() / 8).argmin()
+    losses = summed_cross_entropy(path.heads.logits(x.double()), y, class_weights=class_weights)
+    return (losses + distance.square() / 8).argmin()
 
 
 def fit_best_head(
-    x: Tensor, y: Tensor, val_x: Tensor, val_y: Tensor, anchor: Head, open_classes: Tensor
+    x: Tensor,
+    y: Tensor,
+    val_x: Tensor,
+    val_y: Tensor,
+    anchor: Head,
+    open_classes: Tensor,
+    class_weights: Tensor | None = None,
 ) -> tuple[Head, Tensor, Tensor]:
     """Return the head of the ridge with the highest validation likelihood, the ridge and the remaining gradient.
 
     The ridge is chosen among fits of few steps; that of the chosen one is continued until it converges.
     """
     ridges = torch.tensor(RIDGES, dtype=torch.float64)
-    best = select_ridge(fit_ridge_path(x, y, ridges, anchor, open_classes), ridges, val_x, val_y)
+    first = fit_ridge_path(x, y, ridges, anchor, open_classes, class_weights=class_weights)
+    best = select_ridge(first, ridges, val_x, val_y, class_weights)
     ridge = ridges.index_select(0, best[None])
-    path = fit_converged_path(x, y, ridge, anchor, open_classes)
+    path = fit_converged_path(x, y, ridge, anchor, open_classes, class_weights)
     return Head(path.heads.weight[0], path.heads.bias[0]), ridge[0], path.max_gradient[0]
 
 

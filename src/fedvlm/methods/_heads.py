@@ -39,10 +39,10 @@ def fit_local_path(frozen: Frozen, client: Client) -> tuple[Tensor, RidgePath, T
     return ridges, fit_ridge_path(client.x, client.y, ridges, start, has_samples), has_samples
 
 
-def fit_head_alone(frozen: Frozen, client: Client) -> tuple[Head, Tensor, Tensor]:
+def fit_head_alone(frozen: Frozen, client: Client, class_weights: Tensor | None = None) -> tuple[Head, Tensor, Tensor]:
     """Return a head from the client's samples alone, its ridge and the remaining gradient; it names no other class."""
     samples, has_samples = (client.x, client.y, client.val_x, client.val_y), _has_samples(frozen, client)
-    head, ridge, gradient = fit_best_head(*samples, _zero_head(frozen), has_samples)
+    head, ridge, gradient = fit_best_head(*samples, _zero_head(frozen), has_samples, class_weights)
     return Head(head.weight, torch.where(has_samples, head.bias, gaussian_classes.ABSENT_CLASS_LOGIT)), ridge, gradient
 
 

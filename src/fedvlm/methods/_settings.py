@@ -21,6 +21,13 @@ class CheckedSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossSettings(CheckedSettings):
+    """The loss of methods that train by the cross-entropy of a client's samples."""
+
+    class_weights: Literal["none", "balanced"] = "none"  # "balanced": a client's classes count alike in its loss
+
+
+@dataclass(frozen=True, kw_only=True)
 class SgdSettings(CheckedSettings):
     lr: float = 1e-3  # η, learning rate
     momentum: float = 0.0
@@ -44,7 +51,7 @@ class AdamSettings(CheckedSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSettings(SgdSettings):
+class HeadSettings(LossSettings, SgdSettings):
     head: HeadInit = "text"  # initial head: text embeddings, or random
 
 
@@ -67,7 +74,7 @@ class ContextSettings(CheckedSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSettings(ContextSettings, SgdSettings):
+class PromptSettings(ContextSettings, LossSettings, SgdSettings):
     momentum: float = 0.9
     local_epochs: int = 5  # E
     rounds: int = 10  # T

@@ -11,12 +11,12 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import ClassTraits, Client, Frozen, Tensors, Traits, register
 from fedvlm.methods._heads import fit_head_alone
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import LossSettings
 
 
 @register
 @dataclass(frozen=True)
-class Alone(CheckedSettings):
+class Alone(LossSettings):
     rounds: int = 1  # in which nothing is sent
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -29,7 +29,7 @@ class Alone(CheckedSettings):
         }
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        head, ridge, gradient = fit_head_alone(frozen, client)
+        head, ridge, gradient = fit_head_alone(frozen, client, parts.class_weights(self, len(frozen.classes), client))
         fitted = {**head._asdict(), "ridge": ridge, "gradient": gradient}
         return {key: value.float() for key, value in fitted.items()}
 

@@ -43,7 +43,7 @@ class FedAKT(HeadSettings):
         adapted = self.adapter(shared, x)
         fits = [parts.masked_cross_entropy(frozen.scale * view @ local["head"].mT, y, real) for view in (x, adapted)]
         # The features are frozen, so only the adapter's half of the mutual distillation is left.
-        distance = torch.where(real, (adapted - x).square().sum(1), 0.0).sum() / real.sum().clamp(min=1)
+        distance = torch.where(real > 0, (adapted - x).square().sum(1), 0.0).sum() / (real > 0).sum().clamp(min=1)
         return fits[0] + fits[1] + self.distil * distance
 
     name = "fedakt"

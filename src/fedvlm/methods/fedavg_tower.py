@@ -11,13 +11,13 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, ranged_field
-from fedvlm.methods._settings import AdamSettings
+from fedvlm.methods._settings import AdamSettings, LossSettings
 from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
 
 @register
 @dataclass(frozen=True)
-class FedAvgTower(AdamSettings):
+class FedAvgTower(LossSettings, AdamSettings):
     blocks: int = ranged_field(0, NON_NEGATIVE)  # last blocks of the tower that are trained; 0 trains all of it
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

@@ -54,6 +54,8 @@ class FedOT(FedOTSettings):
         """Update many clients at once, by exact gradients; equal to `update` but for rounding."""
         if self.blocks == "auto":
             return train_candidates(self, frozen, sent, local, clients, FedOT.update_many)
+        if self.class_weights != "none":
+            return update_sequentially(self, frozen, sent, local, clients)
         sgd = orthogonal.SgdStep(self.lr, self.momentum, self.weight_decay, self.tau)
         state = {**sent, **local}
         head, skew = orthogonal.train_clients(state["head"], state["skew"], clients, sgd)

@@ -11,14 +11,14 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, ranged_field
-from fedvlm.methods._settings import AdamSettings
+from fedvlm.methods._settings import AdamSettings, LossSettings
 from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
 @register
 @dataclass(frozen=True)
-class FedProxTower(AdamSettings):
+class FedProxTower(LossSettings, AdamSettings):
     mu: float = 1e-2  # μ of eq. 2; FAA-CLIP has μ/2 = 5e-3
     blocks: int = ranged_field(0, NON_NEGATIVE)  # last blocks of the tower that are trained; 0 trains all of it
 

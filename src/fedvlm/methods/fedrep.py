@@ -13,12 +13,12 @@ from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.core.schema import EPOCHS, NON_NEGATIVE, check_range, ranged_field
 from fedvlm.methods._heads import initial_head
-from fedvlm.methods._settings import CheckedSettings, HeadInit, head_traits
+from fedvlm.methods._settings import HeadInit, LossSettings, head_traits
 
 
 @register
 @dataclass(frozen=True)
-class FedRep(CheckedSettings):
+class FedRep(LossSettings):
     head_epochs: int = ranged_field(10, NON_NEGATIVE)  # τ: first the head, with the map that was sent
     map_epochs: int = ranged_field(1, NON_NEGATIVE)  # then the map, with that head
     lr: float = 1e-3  # α

@@ -64,10 +64,15 @@ class FENS(PromptSettings):
         is_val = client.val_y >= 0
         y = torch.cat([client.val_y, client.y])
         real = torch.cat([is_val, (client.y >= 0) & ~is_val.any()])
+        weights = parts.class_weights(self, len(frozen.classes), client)
         x = torch.where(real[:, None], torch.cat([client.val_x, client.x]), 0.0)
 
         def loss(network: Tensors) -> Tensor:
-            return parts.masked_cross_entropy(self.predict(frozen, network, local, x), y.clamp(min=0), real)
+            return parts.masked_cross_entropy(
+                self.predict(frozen, network, local, x),
+                y.clamp(min=0),
+                real if weights is None else real * weights[y.clamp(min=0)],
+            )
 
         return grad(loss)({key: sent[key] for key in NETWORK}), local
 

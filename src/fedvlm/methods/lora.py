@@ -14,13 +14,13 @@ from torch import Tensor
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._settings import AdamSettings
+from fedvlm.methods._settings import AdamSettings, LossSettings
 from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
 
 @register
 @dataclass(frozen=True)
-class LoRA(AdamSettings):
+class LoRA(LossSettings, AdamSettings):
     targets: tuple[str, ...] = ("q", "k", "v", "out", "up", "down")  # matrices of every block
     rank: int = 3  # r; 0 trains nothing
     average: Literal["factors", "products"] = "factors"  # the mean of A and of B, or of B A

@@ -14,14 +14,14 @@ from torch.nn.functional import cosine_similarity, softplus
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, ranged_field
-from fedvlm.methods._settings import AdamSettings
+from fedvlm.methods._settings import AdamSettings, LossSettings
 from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
 @register
 @dataclass(frozen=True)
-class MoonTower(AdamSettings):
+class MoonTower(LossSettings, AdamSettings):
     mu: float = 1.0  # μ, weight of the contrastive loss
     temperature: float = 0.5  # τ
     blocks: int = ranged_field(0, NON_NEGATIVE)  # last blocks of the tower that are trained; 0 trains all of it
@@ -42,7 +42,7 @@ class MoonTower(AdamSettings):
         previous_similarity = cosine_similarity(features, previous_features)
         # -log of e^a / (e^a + e^b) is softplus(b - a)
         contrast = softplus((previous_similarity - shared_similarity) / self.temperature)
-        mean = torch.where(batch.real, contrast, 0.0).sum() / batch.real.sum().clamp(min=1)
+        mean = torch.where(batch.real > 0, contrast, 0.0).sum() / (batch.real > 0).sum().clamp(min=1)
         return fit + self.mu * mean
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:

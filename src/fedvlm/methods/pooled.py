@@ -13,12 +13,12 @@ from fedvlm.core import ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Tra
 from fedvlm.maths.logistic_regression import fit_best_head, split_head
 from fedvlm.methods._heads import fit_head_alone
 from fedvlm.methods._logistic import zero_shot_head
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import LossSettings
 
 
 @register
 @dataclass(frozen=True)
-class Pooled(CheckedSettings):
+class Pooled(LossSettings):
     rounds: int = 1
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -27,12 +27,13 @@ class Pooled(CheckedSettings):
         return {**head, "gradient": torch.zeros(())}, {}
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
+        weights = parts.class_weights(self, len(frozen.classes), client)
         if frozen.text is None:
-            head, _, gradient = fit_head_alone(frozen, client)
+            head, _, gradient = fit_head_alone(frozen, client, weights)
         else:
             start = split_head(zero_shot_head(frozen))
             samples, all_classes = (client.x, client.y, client.val_x, client.val_y), torch.ones(len(start.bias)) > 0
-            head, _, gradient = fit_best_head(*samples, start, all_classes)
+            head, _, gradient = fit_best_head(*samples, start, all_classes, weights)
         fitted = {**head._asdict(), "gradient": gradient}
         return {key: value.float() for key, value in fitted.items()}, local
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Batch, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, TrainingTraits, register
 from fedvlm.methods._heads import initial_head
-from fedvlm.methods._settings import CheckedSettings, HeadInit, head_traits
+from fedvlm.methods._settings import HeadInit, LossSettings, head_traits
 from fedvlm.methods.fedavg import FedAvg
 
 
 @register
 @dataclass(frozen=True)
-class Scaffold(CheckedSettings):
+class Scaffold(LossSettings):
     server_lr: float = 1.0  # η_g
     lr: float = 1e-3  # η_l; there is no momentum, because variates do not account for it
     weight_decay: float = 5e-4

@@ -14,13 +14,13 @@ from torch.nn.functional import normalize
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, Range, check_range, ranged_field
-from fedvlm.methods._settings import SgdSettings
+from fedvlm.methods._settings import LossSettings, SgdSettings
 from fedvlm.methods._towers import count_parameters, tower_of
 
 
 @register
 @dataclass(frozen=True)
-class VPT(SgdSettings):
+class VPT(LossSettings, SgdSettings):
     prompts: int = ranged_field(2, NON_NEGATIVE)  # p, tokens per prompted block; 0 trains only the head
     depth: int = ranged_field(1, COUNT)  # d, first blocks that have prompts; 1 is VPT-shallow
     tau: float = 100.0  # τ

@@ -1,6 +1,7 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from fedvlm.parts.bodies import (
+    class_weights,
     cross_entropy,
     masked_cross_entropy,
     mean,
@@ -31,6 +32,7 @@ __all__ = [
     "Stepper",
     "adam",
     "adam_moments",
+    "class_weights",
     "cross_entropy",
     "fused_adam",
     "head_sgd",

@@ -7,19 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Client, Frozen, Method, Tensors, sums_uploads
-from fedvlm.maths.gaussian_classes import suppress_small_classes
+from fedvlm.core import Batch, Client, Frozen, Method, Tensors, setting, sums_uploads
+from fedvlm.maths.gaussian_classes import balanced_weights, suppress_small_classes
 from fedvlm.tensors import to_float32
 
 
 def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
-    """Return the mean cross-entropy over real samples; 0 if there are none.
+    """Return the mean cross-entropy over real samples, times their weights if `real` has weights; 0 if there are none.
 
     With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
     """
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
-    loss_sums = torch.where(real, losses.reshape(y.shape), 0.0).sum(dim=-1)
-    return (loss_sums / real.sum(dim=-1).clamp(min=1)).sum()
+    losses = torch.where(real > 0, losses.reshape(y.shape), 0.0)
+    losses = losses * real if real.is_floating_point() else losses
+    return (losses.sum(dim=-1) / (real > 0).sum(dim=-1).clamp(min=1)).sum()
+
+
+def class_weights(self: Any, classes: int, client: Client) -> Tensor | None:
+    """Return (..., classes) the weights of classes in a client's loss; None if all samples count alike."""
+    return balanced_weights(client.y, classes) if setting(self, "class_weights") == "balanced" else None
 
 
 def cross_entropy(self: Any, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim.adam import adam as fused_step
 from fedvlm import tensors
 from fedvlm.core import Alternating, Batch, Client, Frozen, Schedule, Tensors, gradient_update, schedule
 from fedvlm.machine import release_memory
-from fedvlm.parts.bodies import minibatch
+from fedvlm.parts.bodies import class_weights, minibatch
 from fedvlm.tensors import count_bytes, to_float32
 
 LARGE_WEIGHTS_BYTES = 64 << 20  # bytes of weights
@@ -145,8 +145,11 @@ def train_minibatches(
     plain = eager or "image tower" in self.traits.needs  # such clients are trained one by one
     gradient_of = autograd_gradients(objective) if plain else grad_and_value(objective, has_aux=True)
     epochs = epoch_of(self, client.order)
+    weights = class_weights(self, len(frozen.classes), client)
     for index in range(client.order.shape[-2]):
         batch = batches(client, index)
+        if weights is not None:
+            batch = batch._replace(real=batch.real * weights.gather(-1, batch.y))
         active = batch.real.any(dim=-1)
         if eager and not active.any():
             continue
@@ -259,7 +262,7 @@ ExtraGradient = Callable[[Tensor], Tensor | float]
 LinearBatch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def iterate_batches(scale: float, clients: Client) -> Iterator[LinearBatch]:
+def iterate_batches(scale: float, clients: Client, weights: Tensor | None) -> Iterator[LinearBatch]:
     """Yield the minibatches in which any client has a sample."""
     rows_of, labels = clients.x.flatten(0, 1), clients.y.clamp(min=0).flatten()
     first = torch.arange(len(clients.y))[:, None] * clients.y.shape[1]
@@ -272,6 +275,8 @@ def iterate_batches(scale: float, clients: Client) -> Iterator[LinearBatch]:
         batch = to_float32(rows_of.index_select(0, index)).reshape(*rows.shape, -1)
         batch_labels = labels.index_select(0, index).reshape(*rows.shape, 1)
         sample_weights = (real / count.clamp(min=1)[:, None])[..., None]
+        if weights is not None:
+            sample_weights = sample_weights * weights.gather(1, batch_labels[..., 0])[..., None]
         # scaled in autograd's order: the same rounding
         yield batch.mul_(scale), batch_labels, sample_weights, (count > 0)[:, None, None]
 
@@ -287,9 +292,9 @@ def head_gradient(head: Tensor, batch: Tensor, batch_labels: Tensor, sample_weig
 def train_heads(self: Any, scale: float, head: Tensor, clients: Client, extra_gradient: ExtraGradient) -> Tensor:
     """(clients, classes, dim) after the steps of `parts.sgd` on `scale * x @ head.mT`'s loss."""
     settings = schedule(self)
-    head = head.clone()
+    head, weights = head.clone(), class_weights(self, head.shape[1], clients)
     velocity = torch.zeros_like(head)
-    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
+    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients, weights):
         gradient = head_gradient(head, batch, batch_labels, sample_weights)
         gradient = (gradient + extra_gradient(head)).add_(head, alpha=settings.weight_decay)
         # A client without samples in this step keeps its head and its velocity.
@@ -307,11 +312,11 @@ def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Cl
     A gradient is headᵀ times one of the classes' rows, so that the map is a part of the first one
     and headᵀ times what was added: each step costs as much as one of a head.
     """
-    settings = schedule(self)
+    settings, weights = schedule(self), class_weights(self, head.shape[1], clients)
     initial_logit_map, square = torch.bmm(head, first), torch.bmm(head, head.mT)
     part = initial_logit_map.new_ones(len(head), 1, 1)  # fraction of the initial map that is left
     added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
-    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
+    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients, weights):
         gradient = head_gradient(
             part * initial_logit_map + torch.bmm(square, added), batch, batch_labels, sample_weights
         )

@@ -4,7 +4,6 @@ Accuracies and metrics are fractions, as in a record's tables, and are shown in 
 `DIGITS_BY_PREFIX` are shown as they are.
 """
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
@@ -66,11 +65,11 @@ def _condition_number_per_target(result: Record, seed: int) -> Table:
 
 
 def _kappa(result: Record, seed: int) -> Table:
-    """Cohen's kappa, the mean over clients: agreement with the labels beyond chance."""
+    """Cohen's kappa, the mean over clients: agreement beyond chance, weighted if classes are ordered."""
     out: Table = {}
     for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
         values = [
-            cohens_kappa(training["scores"][id]["confusion"])
+            cohens_kappa(training["scores"][id]["confusion"], is_ordered(result))
             for training in read_trainings(result, seed).values()
             for id in training[key]
             if "confusion" in training["scores"].get(id, {})
@@ -79,16 +78,19 @@ def _kappa(result: Record, seed: int) -> Table:
     return out
 
 
-def cohens_kappa(confusion: Sequence[Sequence[int]]) -> float | None:
-    """Compute kappa of [true, predicted, samples] counts; None where chance agreement is certain."""
-    total = sum(count for _, _, count in confusion)
-    true, predicted = Counter[int](), Counter[int]()
-    for label, answer, count in confusion:
-        true[label] += count
-        predicted[answer] += count
-    observed = sum(count for label, answer, count in confusion if label == answer) / total
-    expected = sum(true[label] * predicted[label] for label in true) / total**2
-    return None if expected == 1 else (observed - expected) / (1 - expected)
+def cohens_kappa(confusion: Sequence[Sequence[int]], ordered: bool = False) -> float | None:
+    """Compute kappa of [true, predicted, samples] counts; None where chance agreement is certain.
+
+    With ordered classes a disagreement counts by the square of the distance between the two classes.
+    """
+    true, predicted, counts = np.array(confusion).T
+    size = max(true.max(), predicted.max()) + 1
+    observed = np.zeros((size, size))
+    np.add.at(observed, (true, predicted), counts / counts.sum())
+    distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    penalty = distance**2 if ordered else distance > 0
+    expected = (penalty * np.outer(observed.sum(1), observed.sum(0))).sum()
+    return float(1 - (penalty * observed).sum() / expected) if expected > 0 else None
 
 
 def _degrees_of_freedom(result: Record, seed: int) -> Table:
@@ -298,16 +300,28 @@ COLUMNS: dict[str, Column] = {
 
 
 MULTI_LABEL_COLUMNS = ("AUC", "AP")  # beside the accuracy, which says little of rare findings
+UNEVEN_COLUMNS = ("balanced", "F1")  # beside the accuracy, which says little of rare classes
+MAX_EVEN_RATIO = 3  # of the largest class to the smallest
+
+
+def usual_columns(result: Record) -> tuple[str, ...]:
+    """Return the metrics that stand beside the accuracy of a run by default."""
+    if result.manifest.get("multi_label"):
+        return MULTI_LABEL_COLUMNS
+    counts = [count for count in map(sum, zip(*result.manifest.get("counts", {}).values(), strict=True)) if count]
+    is_uneven = bool(counts) and max(counts) > MAX_EVEN_RATIO * min(counts)
+    return UNEVEN_COLUMNS * is_uneven + ("kappa",) * is_ordered(result)
+
+
+def is_ordered(result: Record) -> bool:
+    return bool(result.manifest["identity"].get("ordered"))
 
 
 def split_requested(results: Sequence[Record], names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Names that are asked for: columns, and settings by dotted names; others are refused."""
     setting_names = {key for result in results for key in flatten(result.manifest["identity"])}
-    several = [result for result in results if result.manifest.get("multi_label")]
-    requested, columns = (
-        list(dict.fromkeys([*(MULTI_LABEL_COLUMNS if several else ()), *names])),
-        {*COLUMNS, *metrics()},
-    )
+    usual = [name for result in results for name in usual_columns(result)]
+    requested, columns = list(dict.fromkeys([*usual, *names])), {*COLUMNS, *metrics()}
     for name in requested:
         if name not in columns and name not in setting_names:
             raise unknown_name("column", name, columns | setting_names)

@@ -32,7 +32,7 @@ TOWER_SHAPES = {
 RESNET_FLOPS = {"RN50": 1.22e10, "RN101": 1.95e10, "RN50x4": 4.26e10}  # floating-point operations per image
 TEXT_TOWER_SHAPE, DEMO_TEXT_SHAPE = (20, 512, 12), (10, 128, 2)  # with the tokens of a typical prompt
 BACKWARD_FACTOR = 3  # cost of forward and backward, relative to forward
-# Seconds besides the operations of towers; docs/papers/results-speed.md tells how they were measured.
+# Seconds besides the operations of towers; docs/papers/appendix.md tells how they were measured.
 RUN_SECONDS = 1.0  # to open data and encoder, and to write a record
 ROUND_SECONDS = 0.015
 STEP_SECONDS = 0.0006  # per minibatch

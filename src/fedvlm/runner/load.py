@@ -161,7 +161,8 @@ def skipped_messages(done: EmbedResult) -> list[str]:
 
 def select_columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
     names = ("labels", "domains", "clients", "splits", "groups")
-    return {key: getattr(rows, key)[keep] for key in names if getattr(rows, key) is not None}
+    columns = {key: getattr(rows, key)[keep] for key in names if getattr(rows, key) is not None}
+    return columns | {"subgroups": {key: column[keep] for key, column in rows.subgroups.items()}}
 
 
 def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:

@@ -20,12 +20,12 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
 from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
-from fedvlm.data.table import UNLABELLED, EmbeddedTable, pattern_names, rank_digests
+from fedvlm.data.table import UNLABELLED, Dataset, EmbeddedTable, pattern_names, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
 from fedvlm.engines.placement import with_device
 from fedvlm.engines.state import POOLED_CLIENT
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import NEW_PREFIX, BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
@@ -150,6 +150,7 @@ class Prepared:
             reference=reference,
             texts=texts,
             details=True,
+            subgroups={key: self.rows.subgroups[key] for key in self.settings.subgroups},
         )
 
 
@@ -288,7 +289,7 @@ def method_for(method: Method, frozen: Frozen) -> Method:
     return per_finding(method) if frozen.multi_label else method
 
 
-def label_tensor(rows: EmbeddedTable) -> Tensor:
+def label_tensor(rows: Dataset | EmbeddedTable) -> Tensor:
     """Return labels (samples,), or (samples, findings) of 1, 0 and -1 (unknown)."""
     if rows.findings is None:
         return torch.from_numpy(rows.labels)
@@ -374,6 +375,9 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
             f"label {outside[0]} must be from 0 to {n_labels - 1}, as there are {n_labels} classes; "
             "correct the labels, or name every class"
         )
+    for name in settings.subgroups:
+        if name not in rows.subgroups:
+            raise unknown_name("column for subgroups", name, rows.subgroups)
     check_needs(settings.method, rows.encoder, rows.offers())
     frozen = frozen_of(rows, settings.seeds[0])
     method_for(settings.method, frozen).init(frozen)  # a method may refuse the dimension

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel, with_found_noise
 from fedvlm.channel.verified import check_verified
-from fedvlm.core import MIN_CLASS_SAMPLES, Method, is_method, make
+from fedvlm.core import MIN_CLASS_SAMPLES, Method, check_class_weights, is_method, make, setting
 from fedvlm.core.schema import (
     NON_NEGATIVE,
     POSITIVE_FRACTION,
@@ -49,6 +49,8 @@ class Settings:
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
     group_metrics: GroupRule = "image"  # "mean" or "max": score each patient or slide by its images' logits
+    subgroups: tuple[str, ...] = list_field()  # columns of the data to report metrics by, as sex; never leave a site
+    ordered: bool = False  # the classes are grades in this order: kappa is weighted by the squared distance
     seeds: tuple[int, ...] = (0,)
     tune: tuple[str, ...] = list_field()  # settings of the method to tune on validation samples, as lr
     fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the clients, in each round
@@ -93,12 +95,14 @@ class Settings:
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
         if not (self.allow_small and any(method.traits.classes.min_class_samples for method in used_methods)):
             idle.append("allow_small")
-        idle += [] if self.transductive else ["transductive"]
+        idle += [name for name in ("transductive", "ordered", "subgroups") if not getattr(self, name)]
         for key in idle:
             del values[key]
         for key in ("method", "warm_start"):
             method = getattr(self, key)
             values[key] = None if method is None else {"name": method.name, **asdict(method)}
+            if setting(method, "class_weights") == "none":
+                del values[key]["class_weights"]
         return values
 
 
@@ -149,6 +153,7 @@ def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     method_names = {setting.name for setting in fields(chosen)} - setting_names
     method_values = {key: value for key, value in values.items() if key in method_names}
     rest = {key: value for key, value in values.items() if key not in method_names}
+    check_class_weights(chosen.name, values)
     for key in rest:
         if key not in setting_names:
             raise unknown_name(f"setting of a run or of {chosen.name}", key, setting_names | method_names)

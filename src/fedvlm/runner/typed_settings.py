@@ -17,6 +17,7 @@ class MethodSettings(TypedDict, total=False):
     blocks: int | Literal["auto"]
     calibration: Literal["leave-one-out", "held-out"]
     class_prior: bool
+    class_weights: Literal["none", "balanced"]
     classifier: Literal["nb", "lda", "qda"]
     clip: float
     contrast_temperature: float
@@ -101,6 +102,8 @@ class RunSettings(MethodSettings, total=False):
     protocol: str
     selection: Literal["last", "validation", "oracle"]
     group_metrics: Literal["image", "mean", "max"]
+    subgroups: Sequence[str] | str
+    ordered: bool
     seeds: Sequence[int]
     tune: Sequence[str] | str
     fraction: float

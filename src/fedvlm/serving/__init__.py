@@ -19,7 +19,7 @@ from fedvlm.core import Matching
 from fedvlm.data.sources import to_eight_bit
 from fedvlm.encoders.images import decode
 from fedvlm.encoders.serve import MAX_BATCH, MAX_BYTES, Gateway, RequestRefused, Service, new_application
-from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.errors import FedVLMError
 from fedvlm.report.explain import explain_image
 from fedvlm.report.page.render import open_template, page_shell
 
@@ -53,7 +53,8 @@ class ClassifierService:
 
     @property
     def has_heatmap(self) -> bool:
-        return self.encoder is not None and isinstance(self.classifier.method, Matching)
+        is_single = not self.classifier.frozen.multi_label
+        return self.encoder is not None and is_single and isinstance(self.classifier.method, Matching)
 
     def info(self) -> dict[str, Any]:
         classifier = self.classifier
@@ -61,6 +62,7 @@ class ClassifierService:
             "method": classifier.method.name,
             "classes": list(classifier.frozen.classes),
             "encoder": classifier.encoder,
+            "multi_label": classifier.frozen.multi_label,
             "dim": classifier.frozen.dim,
             "takes_images": self.images is not None,
             "rejects": self.can_reject,
@@ -114,7 +116,8 @@ class ClassifierService:
         predictions = predict_embeddings(self.classifier, labels, values, fault, skipped, options)
         if skipped:
             raise RequestRefused(422, f"{skipped[0][0]}: {skipped[0][1]}")
-        self.predicted.update("rejected" if prediction.rejected else prediction.label for prediction in predictions)
+        for prediction in predictions:
+            self.predicted.update(["rejected"] if prediction.rejected else prediction.names)
         return predictions
 
     def _embed(self, body: Mapping[str, Any]) -> NDArray[Any]:
@@ -147,7 +150,8 @@ class ClassifierService:
         return values
 
     def _describe(self, prediction: Prediction) -> dict[str, Any]:
-        return {
+        findings = {"findings": list(prediction.findings)} if prediction.findings is not None else {}
+        return findings | {
             "class": prediction.label,
             "probabilities": dict(prediction.probabilities),
             "prediction_set": None if prediction.prediction_set is None else list(prediction.prediction_set),
@@ -175,10 +179,6 @@ class ClassifierService:
 def open_service(folder: str | Path, encoder: str = "", access: Mapping[str, Any] | None = None) -> ClassifierService:
     """Load a classifier and its encoder; one that was trained on embeddings alone takes embeddings alone."""
     classifier = Personalised.from_pretrained(folder, encoder)
-    if classifier.frozen.multi_label:
-        raise SettingsError(
-            f"{folder} predicts several findings per image, which are not served yet; use fedvlm predict"
-        )
     name = classifier.encoder.rpartition("@")[0]
     box = reopen_encoder(classifier.encoder, encoder, access) if name or encoder else None
     return ClassifierService(classifier, box)
@@ -237,6 +237,7 @@ PREDICTION = {
     "required": ["class", "probabilities", "prediction_set", "rejected"],
     "properties": {
         "class": {"type": "string"},
+        "findings": {"type": "array", "items": {"type": "string"}, "description": "Of a classifier of findings."},
         "probabilities": {"type": "object", "additionalProperties": {"type": "number"}},
         "prediction_set": {"type": ["array", "null"], "items": {"type": "string"}},
         "rejected": {"type": ["boolean", "null"], "description": "Unlike anything the client has seen."},

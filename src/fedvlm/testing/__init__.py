@@ -40,7 +40,16 @@ SAMPLE_COSINE_GAP = 1e-7  # vectors with a cosine so close to 1 are proportional
 
 
 def check_method(method: Method) -> None:
-    """Raise an AssertionError that names everything the method breaks, with the remedies; takes a few seconds."""
+    """Raise an AssertionError that names everything the method breaks, with the remedies; takes a few seconds.
+
+    Args:
+        method: the method with its settings.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> check_method(fedvlm.make("zero-shot"))
+    """
     register(type(method))
     world = toy_world(shorten(method))
     failures: list[str] = []
@@ -197,7 +206,16 @@ def check_sum(world: World) -> None:
 
 
 def check_uploads(world: World) -> None:
-    """No local tensor is uploaded, under whatever name, and small classes are suppressed."""
+    """Refuse a method that uploads a local tensor, under whatever name, or statistics of small classes.
+
+    Args:
+        world: a toy federation of the method.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> check_uploads(toy_world(shorten(fedvlm.make("fedot"))))
+    """
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)
     upload, new_local = method.update(frozen, method.send(shared, "client-0"), local, make_client(world, "client-0", 0))
@@ -229,7 +247,19 @@ def renamed_local(upload: Tensors, before: Tensors, after: Tensors) -> set[tuple
 
 
 def check_small(world: World, statistics: ClassStatistics, smallest: int) -> None:
-    """A method that uploads class statistics names their classes, and suppresses small ones."""
+    """Refuse an upload that has statistics of a class with too few samples.
+
+    Args:
+        world: a toy federation of the method.
+        statistics: the method, which names the classes of an upload.
+        smallest: samples that a class must have.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> method = shorten(fedvlm.make("fedgh"))
+        >>> check_small(toy_world(method), method, 16)
+    """
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)
     if isinstance(method, Noisy) and method.noise(frozen):  # then it suppresses by noisy counts
@@ -272,7 +302,20 @@ def check_unseen(world: World, reference: Outcome) -> None:
 
 
 def check_same(a: Outcome, b: Outcome, close: float, message: str) -> None:
-    """Refuse outcomes whose shared or local tensors differ by more than `close`."""
+    """Refuse outcomes whose shared or local tensors differ.
+
+    Args:
+        a: outcome of a training.
+        b: outcome of another.
+        close: largest relative difference that is allowed.
+        message: beginning of the error.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> world = toy_world(shorten(fedvlm.make("fedavg")))
+        >>> check_same(train_toy(world, "single"), train_toy(world), 1e-5, "engines differ")
+    """
     gap = tensors.max_relative_difference(a.shared, b.shared)
     for id in b.local:
         gap = max(gap, tensors.max_relative_difference(as_tensors(a.local[id]), as_tensors(b.local[id])))

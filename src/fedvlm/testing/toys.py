@@ -18,7 +18,22 @@ from fedvlm.maths.text_tower import Affine, Layer, TextTower
 
 
 def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
-    """Make a toy federation: four classes, clients of unequal size, each with its own shift."""
+    """Make a toy federation: four classes, clients of unequal size, each with its own shift.
+
+    Args:
+        method: that the federation is to train.
+        sizes: training samples of each client.
+        dim: dimension of the embeddings.
+
+    Returns:
+        Method, samples and clients, as `train_toy` takes them.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> len(toy_world(fedvlm.make("fedavg")).members)
+        4
+    """
     draw = torch.Generator().manual_seed(7)
     unit = torch.nn.functional.normalize
     text = unit(torch.randn(4, dim, generator=draw), dim=1)
@@ -62,7 +77,25 @@ def make_test_client(
     held_x: torch.Tensor,
     held_y: torch.Tensor,
 ) -> Client:
-    """Make a client, or several with a leading axis, of samples alone."""
+    """Make a client, or several with a leading axis, of samples alone.
+
+    Args:
+        x: (..., samples, dim) training samples.
+        y: (..., samples) their labels.
+        order: (..., steps, batch) samples of each minibatch.
+        held_x: (..., validation, dim) validation samples.
+        held_y: (..., validation) their labels.
+
+    Returns:
+        What `update` and `adapt` of a method take.
+
+    Example:
+        >>> import torch
+        >>> from fedvlm.testing import *
+        >>> x, y = torch.eye(4), torch.arange(4)
+        >>> make_test_client(x, y, y[None], x, y).x.shape
+        torch.Size([4, 4])
+    """
     lead = y.shape[:-1]
     none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
     no_noise = x.new_zeros(*order.shape[:-1], 0)
@@ -71,7 +104,20 @@ def make_test_client(
 
 
 def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
-    """Make a causal transformer of one layer with random weights; class names have one or two tokens."""
+    """Make a causal transformer of one layer with random weights; class names have one or two tokens.
+
+    Args:
+        classes: number of classes.
+        dim: dimension of the class features.
+        width: of the token vectors.
+
+    Returns:
+        A text tower for prompt methods.
+
+    Example:
+        >>> from fedvlm.testing import *
+        >>> tower = toy_text_tower(4, 16)
+    """
     draw = torch.Generator().manual_seed(11)
 
     def affine(out: int, into: int) -> Affine:
@@ -104,7 +150,18 @@ def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
 
 
 def toy_image_tower(dim: int) -> ImageTower:
-    """Make CLIP's image tower with two layers of width 8 and random weights, for images of 8 x 8."""
+    """Make CLIP's image tower with two layers of width 8 and random weights, for images of 8 x 8.
+
+    Args:
+        dim: dimension of the embeddings.
+
+    Returns:
+        An image tower for methods that train it.
+
+    Example:
+        >>> from fedvlm.testing import *
+        >>> tower = toy_image_tower(16)
+    """
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     with torch.random.fork_rng():
@@ -126,7 +183,23 @@ def toy_image_tower(dim: int) -> ImageTower:
 
 
 def train_toy(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
-    """Train on all clients but the last, which stays unseen."""
+    """Train on all clients but the last, which stays unseen.
+
+    Args:
+        world: a toy federation.
+        engine: batched or single.
+        workers: processes.
+        plan: further fields of a training's plan.
+
+    Returns:
+        Shared and local tensors at the end.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> sorted(train_toy(toy_world(shorten(fedvlm.make("fedavg")))).shared)
+        ['head']
+    """
     ids = sorted(world.members)
     full_plan = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
     runner = Sequential(world) if engine == "single" else Batched(world, workers)
@@ -139,7 +212,20 @@ def train_toy(world: World, engine: str = "batched", workers: int = 1, **plan: A
 
 
 def shorten(method: Method) -> Method:
-    """Return the method with at most two rounds and two epochs, enough to run every verb."""
+    """Return the method with at most two rounds and two epochs, enough to run every verb.
+
+    Args:
+        method: any method.
+
+    Returns:
+        The same method with a shorter schedule.
+
+    Example:
+        >>> import fedvlm
+        >>> from fedvlm.testing import *
+        >>> shorten(fedvlm.make("fedavg")).rounds
+        2
+    """
     names = {setting.name for setting in fields(method)}
     now = {"rounds": method.rounds, "local_epochs": schedule(method).local_epochs}
     return replace(method, **{key: min(value, 2) for key, value in now.items() if key in names})

@@ -167,6 +167,7 @@ def embed(
             clients=dataset.clients[rows],
             splits=dataset.splits[rows],
             groups=None if dataset.groups is None else dataset.groups[rows],
+            subgroups={key: column[rows] for key, column in dataset.subgroups.items()},
             content=Digests(b"".join(content)),
             scale=encoder.scale,
             text=text,
