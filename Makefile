@@ -60,6 +60,7 @@ check: $(VENV)/.dev
 
 # Warnings, such as broken links, are errors. No network is needed.
 docs: $(VENV)/.dev
+	$(BIN)/python -m tools.prose
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs
 	@echo "documentation: build/docs/index.html"
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import io
+import re
 import tokenize
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
@@ -14,12 +15,15 @@ import typer.main
 
 from fedvlm.channel.settings import Channel
 from fedvlm.cli import app
-from fedvlm.core import OPTIONAL_PROTOCOLS, TRAIT_GROUPS, Schedule, Traits, methods
+from fedvlm.core import OPTIONAL_PROTOCOLS, TRAIT_GROUPS, Schedule, Traits, make, methods, upload_sum
 from fedvlm.core.schema import range_of
 from fedvlm.data.clients import Clients
+from fedvlm.deploy.messages import ERROR_MESSAGES
+from fedvlm.deploy.site.policy import DEFAULT_METHODS, RULE_TEXTS, Policy
 from fedvlm.evaluate.protocols import protocols
 from fedvlm.report.lists import LISTS
 from fedvlm.runner.settings import Settings
+from fedvlm.testing import first_uploads, shorten, toy_world
 
 # Of settings that many methods have and few explain.
 COMMON = {
@@ -144,16 +148,72 @@ def command_page() -> list[str]:
     return ["# Command line", "", *commands(typer.main.get_command(app), "fedvlm")]
 
 
+FULL_MODULES = ("", ".testing")  # whose names have full docstrings
+
+
+def public_names(module_name: str) -> list[tuple[str, Any]]:
+    """The names of a public module; once imported, the package fedvlm.methods hides the function."""
+    module = import_module(f"fedvlm{module_name}")
+    found = [(name, getattr(module, name)) for name in sorted(module.__all__, key=str.lower)]
+    return [(name, methods if inspect.ismodule(value) else value) for name, value in found]
+
+
 def api_page() -> list[str]:
-    lines = ["# Public names, one by one", "", "[The public API](../api.md) says what keeps.", ""]
+    lines = [
+        "# Python API",
+        "",
+        "For Python users. Made from docstrings. [The public API](../api.md) says what stays.",
+        "",
+    ]
     for part in PUBLIC:
-        module = import_module(f"fedvlm{part}")
         lines += [f"## fedvlm{part}", ""]
-        rows = [
-            (f"`{name}{call(getattr(module, name))}`", doc(getattr(module, name))) for name in sorted(module.__all__)
-        ]
-        lines += table(("name", "what it is"), rows)
+        if part in FULL_MODULES:
+            for name, value in public_names(part):
+                lines += describe(f"fedvlm{part}.{name}", value)
+        else:
+            rows = [(f"`{name}{call(value)}`", doc(value)) for name, value in public_names(part)]
+            lines += table(("name", "what it is"), rows)
     return lines
+
+
+def describe(title: str, thing: Any, level: int = 3) -> list[str]:
+    """A name with its signature, parameters, result and example."""
+    text = inspect.getdoc(thing) or ""
+    sections = re.split(r"(?m)^(Args|Returns|Example):\n", text)
+    lines = [
+        f"{'#' * level} {title}{'()' if inspect.isfunction(thing) else ''}",
+        "",
+        sections[0].replace("*", "\\*"),
+        "",
+    ]
+    for kind, body in zip(sections[1::2], sections[2::2], strict=True):
+        body = inspect.cleandoc(body)
+        if kind == "Args":
+            entries = [line.partition(": ") for line in re.sub(r"\n +", " ", body).splitlines()]
+            lines += table(
+                ("parameter", "default", "what it is"), [(f"`{n}`", default_of(thing, n), d) for n, _, d in entries]
+            )
+        elif kind == "Returns":
+            lines += ["**Returns:** " + " ".join(body.split()), ""]
+        else:
+            lines += ["```python", body.replace("  # doctest: +SKIP", ""), "```", ""]
+    if inspect.isclass(thing):
+        members = [(name, member) for name, member in vars(thing).items() if not name.startswith("_")]
+        functions = [
+            (f"`{name}{call(f)}`", doc(f))
+            for name, m in members
+            for f in [getattr(m, "__func__", m)]
+            if inspect.isfunction(f)
+        ]
+        lines += table(("method", "what it does"), functions) if functions else []
+    return lines
+
+
+def default_of(thing: Any, name: str) -> str:
+    parameter = inspect.signature(thing).parameters.get(name)
+    if parameter is None or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        return "any"
+    return "must be given" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
 
 
 def call(thing: Any) -> str:
@@ -228,6 +288,62 @@ def contract_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> li
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
+# Kinds of uploads, by names of tensors in them; security/privacy.md says what each can give away.
+UPLOAD_KINDS = {
+    "class statistics": "sums|prototypes|variances",
+    "second moments": "gram|second|moments",
+    "gradients": "gradient|variate",
+    "curvature": "precisions|tall",
+    "weights": "skew|map|mask|model|down",
+    "head": r"\bhead\b",
+    "prompt": r"\bprompt\b|precisions",
+}
+
+
+def uploads_table() -> str:
+    """One row for each method, from its first upload in a toy federation and its traits."""
+    rows = []
+    for name in sorted(methods()):
+        method = shorten(make(name))
+        world = toy_world(method)
+        upload = next(iter(first_uploads(world)[1].values()))
+        names = ", ".join(f"`{tensor}`" for tensor in upload)
+        if len(upload) > 6:
+            names = f"{len(upload)} weights, as `{next(iter(upload))}`"
+        kinds = ", ".join(kind for kind, pattern in UPLOAD_KINDS.items() if re.search(pattern, " ".join(upload)))
+        has_minimum = method.traits.classes.min_class_samples is not None
+        summed = {None: "no", "total": "sum"}.get(upload_sum(method), "mean") if upload else "-"
+        if method.traits.privacy.centralised:
+            kinds = "not federated: all samples in one place"
+        rows.append((f"`{name}`", names or "nothing", kinds or "-", "yes" if has_minimum else "-", summed))
+    head = ("method", "first upload", "kinds", "small classes suppressed", "verified")
+    return "\n".join(table(head, rows))
+
+
+def write_uploads(page: Path) -> None:
+    page.write_text(with_uploads(page.read_text(encoding="utf-8"), uploads_table()), encoding="utf-8")
+
+
+def with_uploads(text: str, made: str) -> str:
+    """A page with the table between its marks."""
+    return re.sub(r"(?s)(<!-- uploads -->\n).*?(<!-- uploads end -->)", lambda m: f"{m[1]}\n{made}\n{m[2]}", text)
+
+
+def policy_page() -> list[str]:
+    lines = ["# A site's policy and what it answers", "", "For people at a site. Made from the code.", ""]
+    lines += ["## Rules of policy.toml", "", f"`deploy init` allows these methods: {', '.join(DEFAULT_METHODS)}.", ""]
+    kinds = {field.name: field for field in fields(Policy)}
+    rules = [
+        (f"`{name}`", "the usual ones" if name == "methods" else default(kinds[name]), *texts)
+        for name, texts in RULE_TEXTS.items()
+    ]
+    lines += table(("rule", "as init writes it", "what it is", "why"), rules)
+    lines += ["## Codes of errors", "", "A site reports a code and numbers; the server writes the sentence.", ""]
+    return lines + table(
+        ("code", "what the server reads"), [(f"`{code}`", text) for code, text in ERROR_MESSAGES.items()]
+    )
+
+
 PAGES: dict[str, Callable[[], list[str]]] = {
     "methods": methods_page,
     "encoders": lambda: listed("encoders", "Encoders"),
@@ -235,6 +351,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "experiments": lambda: listed("experiments", "Experiments"),
     "protocols": protocols_page,
     "settings": settings_page,
+    "policy": policy_page,
     "command-line": command_page,
     "public-names": api_page,
 }
@@ -245,12 +362,13 @@ def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for old in set(folder.glob("*.md")) - {folder / f"{name}.md" for name in PAGES}:
         old.unlink()
-    for name, make in PAGES.items():
-        text = "\n".join(make())
+    for name, write_page in PAGES.items():
+        text = "\n".join(write_page())
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
 
 
-if __name__ == "__main__":  # the page that is in the repository; the others are made when the documentation is built
+if __name__ == "__main__":  # what is in the repository; the other pages are made when the documentation is built
     (Path(__file__).parent / "reference" / "contract.md").write_text(contract_page(), encoding="utf-8")
+    write_uploads(Path(__file__).parent / "security" / "privacy.md")

@@ -33,7 +33,7 @@ HEAD = """\
 
 `make bench` runs `benchmarks/*.py` and writes this page; `make bench QUICK=1` runs those that print
 ratios of processor time. Processes compute with one thread. Times are of the machine named, and
-ratios of two things done in turns; [results](results-speed.md) says what they mean.
+ratios of two things done in turns; [how fast?](how-fast.md) says what they mean.
 """
 
 

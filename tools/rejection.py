@@ -1,6 +1,6 @@
 """Measure the rejection of strange images: AUROC against other sets, and false rejections of test samples.
 
-python -m tools.rejection --stores FOLDER [--seeds 0 1 ... 9]; FOLDER holds pacs_vitb16.npz and chest_vitb16.npz. Every
+python -m tools.rejection --stores FOLDER [--seeds 20 21 ...]; FOLDER holds pacs_vitb16.npz and chest_vitb16.npz. Every
 client's classifier is fitted on its own training samples and calibrated on those it held out; nothing is chosen here.
 """
 
@@ -61,7 +61,7 @@ def measure(rows: EmbeddedTable, strangers: torch.Tensor, seed: int) -> tuple[li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stores", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(20, 25)))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     demo = load(build({"method": "ridge"}), silent)[0]

@@ -78,3 +78,15 @@ def test_pages_are_written_once_and_old_ones_go(generate, tmp_path):
     after = {path: path.stat().st_mtime_ns for path in folder.glob("*.md")}
     assert after == {path: when for path, when in before.items() if path.name != "gone.md"}
     assert {path.stem for path in after} == set(generate.PAGES)
+
+
+def test_the_privacy_page_has_the_upload_of_every_method(generate):
+    page = (DOCS / "security" / "privacy.md").read_text(encoding="utf-8")
+    assert generate.with_uploads(page, generate.uploads_table()) == page, "run: python docs/generate.py"
+
+
+def test_every_rule_and_error_code_of_a_site_is_on_its_page(generate):
+    page = "\n".join(generate.policy_page())
+    for name in (*generate.RULE_TEXTS, *generate.ERROR_MESSAGES):
+        assert f"| `{name}` |" in page
+    assert {field.name for field in fields(generate.Policy)} == set(generate.RULE_TEXTS)
