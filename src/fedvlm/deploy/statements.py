@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
@@ -257,8 +258,6 @@ def _is_same(own: Tensor, posted: Tensor) -> bool:
 
 def pair_keys(secret: bytes, agreements: Mapping[str, Agreement], name: str, bound: Sequence[Any]) -> dict[str, bytes]:
     """Return the mask key with every other member, bound to session, pair, purpose and what `bound` says."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-
     private, out = X25519PrivateKey.from_private_bytes(secret), {}
     salt = bytes.fromhex(session_id(agreements))
     for peer, agreement in agreements.items():
@@ -274,8 +273,6 @@ def pair_keys(secret: bytes, agreements: Mapping[str, Agreement], name: str, bou
 
 def new_session_key() -> tuple[bytes, str]:
     """Return a private X25519 key and its public part in hexadecimal."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
     private = X25519PrivateKey.generate()
     return private.private_bytes_raw(), private.public_key().public_bytes_raw().hex()
 

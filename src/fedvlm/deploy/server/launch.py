@@ -35,8 +35,7 @@ from fedvlm.deploy.server.run import (
     stated_settings,
     with_rules,
 )
-from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
-from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
+from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, example_policy
 from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
 from fedvlm.result import Result
@@ -53,7 +52,7 @@ MAX_PENDING_SECONDS = 60.0  # seconds a server takes at most to begin a run
 
 def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Callable[[], None]) -> None:
     """Wait for the result, or raise the server's error."""
-    started = looked = monotonic()
+    started = checked = monotonic()
     log, state = kit.folder / "superlink.log", "pending"
     while not done():
         on_poll()
@@ -68,8 +67,8 @@ def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Cal
                 f"the server has not started the run within {MAX_PENDING_SECONDS:g} s, or was started again; repeat "
                 f"the command to resume, and see {log}"
             )
-        if monotonic() - looked > STATUS_INTERVAL_SECONDS:
-            looked = monotonic()
+        if monotonic() - checked > STATUS_INTERVAL_SECONDS:
+            checked = monotonic()
             if not is_server_up(kit):
                 raise FederationError(
                     f"the server at {kit.address} no longer answers; start it: fedvlm deploy server {kit.folder}, and "
@@ -139,8 +138,8 @@ def join_late_site(
 
     `name` is a run of this server, or a directory.
     """
-    folder = kit.folder / "runs" / name
-    folder = folder if folder.exists() else Path(name)
+    inside = kit.folder / "runs" / name
+    folder = inside if inside.exists() else Path(name)
     done = kit.folder / JOIN_RESULT_FILE
     done.unlink(missing_ok=True)
     request = {"out": str(folder.resolve()), "joins": site}
@@ -157,13 +156,14 @@ def _request_run(
 ) -> None:
     """Let the server's process carry out a request, and wait for it."""
     _check_server_up(kit)
-    tail = EventTail(kit.folder)
-    id = token_hex(8)
+    tail, id = EventTail(kit.folder), token_hex(8)
     (kit.folder / ERROR_FILE).unlink(missing_ok=True)
     write_json(kit.folder / RUN_REQUEST_FILE, {**request, "id": id})
 
     def poll() -> None:
-        _print_events(tail, print_line)
+        for event in tail.read_new():
+            if event["kind"] not in ("ended", "failed"):  # the caller says these
+                print_line(format_event(event))
         step()
 
     try:
@@ -197,12 +197,6 @@ def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line:
         raise unknown_name("run of this server", name, list(records))
     settings = stated_settings(read_json(place / "manifest.json"))
     return run_over_sites(kit, settings, place, progress=progress, print_line=print_line)
-
-
-def _print_events(tail: EventTail, print_line: Callable[[str], None]) -> None:
-    for event in tail.read_new():
-        if event["kind"] not in ("ended", "failed"):  # the caller says these
-            print_line(format_event(event))
 
 
 def describe_absences(result: Result) -> list[str]:
@@ -264,7 +258,6 @@ def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rul
     for id in ids:
         path = place / f"site-{id}" / "site.toml"
         write_file(path, path.read_bytes() + to_toml({"plays": id}).encode())
-        write_file(
-            path.with_name(POLICY), example_policy((ALL_METHODS,), plain).encode()
-        )  # nobody's data but the owner's
+        policy = example_policy((ALL_METHODS,), plain)  # nobody's data but the owner's
+        write_file(path.with_name(POLICY_FILE), policy.encode())
     return read_server(place / "server")
