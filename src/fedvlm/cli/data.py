@@ -187,9 +187,7 @@ def serve_encoder(
 
 
 @cache_app.command("ls", epilog=examples("fedvlm cache ls --json"))
-def cache_ls(
-    as_json: Json = False,
-) -> None:
+def cache_ls(as_json: Json = False) -> None:
     """List cached embeddings by encoder."""
     from dataclasses import asdict
 
@@ -260,11 +258,7 @@ def describe(
     topic = topic or f"an image data set called {dataset.name}"
     with progress() as report:
         sentences = write(
-            dataset.classes,
-            topic,
-            load_writer(model),
-            questions,
-            lambda done, total: report("describing", done, total),
+            dataset.classes, topic, load_writer(model), questions, lambda done, total: report("describing", done, total)
         )
     save(out, (json.dumps(sentences, indent=1, ensure_ascii=False) + "\n").encode())
     silent = [name for name, class_sentences in sentences.items() if not class_sentences]

@@ -308,10 +308,7 @@ def people(
 @deploy_app.command(
     rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy backup fed/server server.backup")
 )
-def backup(
-    folder: Folder,
-    file: Annotated[Path, typer.Argument(help="New file; it contains private keys.")],
-) -> None:
+def backup(folder: Folder, file: Annotated[Path, typer.Argument(help="New file; it contains private keys.")]) -> None:
     """Back up a server's or a site's folder to one file."""
     from fedvlm.deploy.kits import write_backup as keep
 
@@ -439,10 +436,7 @@ def runs(
 
 
 @deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy watch fed/server --port 8080"))
-def watch(
-    folder: Folder,
-    port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
-) -> None:
+def watch(folder: Folder, port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0) -> None:
     """Serve a live page of a server or a site on this machine.
 
     Ctrl-C stops it.

@@ -56,10 +56,7 @@ def admit(
 
 
 @deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy accept north north.json"))
-def accept(
-    folder: Site,
-    file: Annotated[Path, typer.Argument(help="The NAME.json that the server sent.")],
-) -> None:
+def accept(folder: Site, file: Annotated[Path, typer.Argument(help="The NAME.json that the server sent.")]) -> None:
     """Install the certificate that the server sent to a site."""
     from fedvlm.deploy.identity.certificates import describe_validity
     from fedvlm.deploy.identity.enrolment import accept_certificate as take
@@ -165,8 +162,7 @@ def join(
 @deploy_app.command(
     rich_help_panel="Keys and backups",
     epilog=examples(
-        "fedvlm deploy peers north",
-        "fedvlm deploy peers north --add south --fingerprint '1f2e ...' --by 'Dr Lee'",
+        "fedvlm deploy peers north", "fedvlm deploy peers north --add south --fingerprint '1f2e ...' --by 'Dr Lee'"
     ),
 )
 def peers(

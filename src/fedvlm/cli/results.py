@@ -32,9 +32,7 @@ def report(
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    import_: Import = None,
-    quiet: Quiet = False,
+    folder: Annotated[Path, typer.Argument(help="Folder of the run.")], import_: Import = None, quiet: Quiet = False
 ) -> None:
     """Resume a run that was stopped or killed."""
     from fedvlm.report.tables import compare_table
@@ -74,8 +72,7 @@ def compare(
 
 def list_(
     kind: Annotated[
-        str,
-        typer.Argument(help="One of methods, encoders, data, datasets, metrics, protocols, experiments, papers."),
+        str, typer.Argument(help="One of methods, encoders, data, datasets, metrics, protocols, experiments, papers.")
     ],
     name: Annotated[str, typer.Argument(help="Show all details of this entry.")] = "",
     as_json: Json = False,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write the report page.")]
 Sweep = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid."),
+    list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid.")
 ]
 
 
@@ -77,8 +76,7 @@ def run(
     attack_strength: Annotated[float | None, typer.Option(help="Strength of the attack (default: by kind).")] = None,
     no_report: NoReport = False,
     tune: Annotated[
-        list[str] | None,
-        typer.Option(help="Setting to tune on validation samples, e.g. lr, or none."),
+        list[str] | None, typer.Option(help="Setting to tune on validation samples, e.g. lr, or none.")
     ] = None,
     no_baselines: Annotated[
         bool, typer.Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")

@@ -16,16 +16,7 @@ from typing import Any, TypeVar
 
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
 from fedvlm.deploy.flower.network import LOOPBACK_NAMES, join_address, split_address
-from fedvlm.deploy.identity.certificates import (
-    CERTIFICATE_FILE,
-    SITES_FOLDER,
-    SiteCertificate,
-    admitted_sites,
-    certificate_path,
-    current_certificate,
-    issue_certificate,
-    write_document,
-)
+from fedvlm.deploy.identity import certificates
 from fedvlm.deploy.identity.keys import create_certificates, create_key_pair
 from fedvlm.deploy.operations.webhook import check_webhook
 from fedvlm.deploy.site.peers import Peer, write_peers
@@ -119,7 +110,7 @@ def _read(kind: type[K], path: Path) -> K:
 
 
 def read_server(folder: Path) -> ServerKit:
-    return replace(_read(ServerKit, folder / "server.toml"), sites=tuple(admitted_sites(folder)))
+    return replace(_read(ServerKit, folder / "server.toml"), sites=tuple(certificates.admitted_sites(folder)))
 
 
 def read_site(folder: Path) -> SiteKit:
@@ -180,7 +171,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     signing, server_pub = create_key_pair()
     papers = create_certificates(host)
     central = folder / "server"
-    for path in (folder, central, central / SITES_FOLDER, *(folder / f"site-{name}" for name in sites)):
+    for path in (folder, central, central / certificates.SITES_FOLDER, *(folder / f"site-{name}" for name in sites)):
         make_private_folder(path)
     write_secret(central / "signing.key", signing)
     for name in ("server.key", "ca.key"):
@@ -193,26 +184,28 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     ):
         write_file(central / file, data)
     words = {"address": address, "ca": papers["ca.crt"].decode(), "server": server_pub.decode()}
-    write_document(central / INVITATION_FILE, "invitation", words)
+    certificates.write_document(central / INVITATION_FILE, "invitation", words)
     for name in sites:
         private_key, public = create_key_pair()
         write_secret(folder / f"site-{name}" / "key", private_key)
-        certificate = issue_certificate(central, address, name, public)
-        fill_site_folder(folder / f"site-{name}", certificate, certificate_path(central, name).read_bytes())
+        certificate = certificates.issue_certificate(central, address, name, public)
+        fill_site_folder(
+            folder / f"site-{name}", certificate, certificates.certificate_path(central, name).read_bytes()
+        )
         write_site(replace(read_site(folder / f"site-{name}"), made_by_server=True))
         if server.get("plain"):
             write_file(folder / f"site-{name}" / POLICY_FILE, example_policy(plain=True).encode())
     for name in sites:  # in a rehearsal nobody has to compare keys that were made here
         others = [other for other in sites if other != name]
-        peers = [Peer(other, current_certificate(central, other).fingerprint, "init") for other in others]
+        peers = [Peer(other, certificates.current_certificate(central, other).fingerprint, "init") for other in others]
         write_peers(folder / f"site-{name}", peers)
     return [central, *(folder / f"site-{name}" for name in sites)]
 
 
-def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificate: bytes) -> None:
+def fill_site_folder(folder: Path, site_certificate: certificates.SiteCertificate, certificate: bytes) -> None:
     """Fill a site's folder with what its server sent; the site's own files stay as they are."""
     for file, data in (
-        (CERTIFICATE_FILE, certificate),
+        (certificates.CERTIFICATE_FILE, certificate),
         ("server.pub", site_certificate.server.encode()),
         ("ca.crt", site_certificate.ca.encode()),
     ):

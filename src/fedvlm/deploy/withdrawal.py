@@ -34,15 +34,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name
-from fedvlm.storage.files import (
-    read_json,
-    read_regular,
-    read_tensors,
-    write_file,
-    write_index,
-    write_json,
-    write_tensors,
-)
+from fedvlm.storage import files
 
 WITHDRAWAL_FILE = "withdrawal.safetensors"  # there, too: for the server
 WITHDRAWAL_PREFIX = b"fedvlm withdrawal\n"  # no reply of a round is a withdrawal, nor the other way round
@@ -54,7 +46,7 @@ def withdraw(folder: Path, by: str) -> Path:
         raise SettingsError("nobody is named; name who withdraws, e.g. --by 'A. Person'")
     kit, certificate, sign = read_site(folder), read_own_certificate(folder), Signer(folder / "key", WITHDRAWAL_PREFIX)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
+    files.write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
     uploads = [reply for place in sorted((folder / "state").glob("*")) for reply in _summed_uploads(place)]
     about = {
         "kind": "withdrawal",
@@ -66,7 +58,7 @@ def withdraw(folder: Path, by: str) -> Path:
     message = sign(Message(about, all_arrays))
     data = to_bytes(message)
     Ledger(folder).add("out", -1, to_tensors(all_arrays), data, kind="withdrawal", by=by)
-    write_file(folder / WITHDRAWAL_FILE, data, 0o600)
+    files.write_file(folder / WITHDRAWAL_FILE, data, 0o600)
     EventLog(folder)("withdrawn", by=by, uploads=len(uploads))
     log_security(folder, "withdrawal", "allowed", actor=by)
     return folder / WITHDRAWAL_FILE
@@ -75,7 +67,7 @@ def withdraw(folder: Path, by: str) -> Path:
 def _summed_uploads(place: Path) -> list[Message]:
     """Return the uploads of a training whose uploads are plain sums."""
     try:
-        spec = read_json(place / "training.json")
+        spec = files.read_json(place / "training.json")
         settings = build(spec["identity"])
     except (OSError, FedVLMError):  # damaged, or of a method that is gone: nothing to be sent
         return []
@@ -128,7 +120,7 @@ class UploadSums:
     def read(cls, path: Path) -> "UploadSums":
         out = cls(path)
         if path.exists():
-            values, about = read_tensors(path)
+            values, about = files.read_tensors(path)
             out.sites = {int(number): site_entries for number, site_entries in about["sites"].items()}
             out.withdrawn_sites = about["withdrawn"]
             for number in out.sites:
@@ -143,7 +135,7 @@ class UploadSums:
             for number, round_tensors in all.items()
             for key, value in round_tensors.items()
         }
-        write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
+        files.write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
 
     def add(self, number: int, shared: Tensors, decoded: DecodedUploads) -> None:
         """Add a round as it was aggregated."""
@@ -239,7 +231,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
             plan.apply()
         if not applied_to:
             revoke_site(kit, site)
-    ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), read_regular(file, MAX_WITHDRAWAL_BYTES)
+    ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), files.read_regular(file, MAX_WITHDRAWAL_BYTES)
     lines = [
         {
             "run": plan_item.run,
@@ -258,7 +250,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
 def _applied_to(kit: ServerKit, file: Path) -> str:
     """Return the site of a file that this server has accepted before, or nothing."""
     try:
-        digest = sha256(read_regular(file, MAX_WITHDRAWAL_BYTES)).hexdigest()
+        digest = sha256(files.read_regular(file, MAX_WITHDRAWAL_BYTES)).hexdigest()
     except OSError:
         return ""
     lines = [line for line in Ledger(kit.folder).read().lines if line.get("kind") == "withdrawal"]
@@ -271,7 +263,7 @@ def read_withdrawal(kit: ServerKit, file: Path, accepted_of: str = "") -> tuple[
     The signature of a file that was accepted before is not checked again: the site's key has ended since.
     """
     try:
-        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
+        message = from_bytes(files.read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
         fields = parse(Withdrawal, message.header, "the withdrawal")
         check_arrays(message)
     except OSError as error:
@@ -305,13 +297,13 @@ class RemovalPlan:
         if self.sums is None or self.shared is None:
             return
         path = self.record.folder / "trainings" / f"{self.name}.safetensors"
-        values, about = read_tensors(path)
+        values, about = files.read_tensors(path)
         new = {f"shared/{k}": v.to(values[f"shared/{k}"].dtype) for k, v in self.shared.items()}
-        write_tensors(path, {**values, **new}, about)
-        summary = read_json(path.with_suffix(".json"))
-        write_json(path.with_suffix(".json"), {**summary, "withdrawn": self.sums.withdrawn_sites})
+        files.write_tensors(path, {**values, **new}, about)
+        summary = files.read_json(path.with_suffix(".json"))
+        files.write_json(path.with_suffix(".json"), {**summary, "withdrawn": self.sums.withdrawn_sites})
         self.sums.write()
-        write_index(self.record.folder, RECORD_FILES)
+        files.write_index(self.record.folder, RECORD_FILES)
 
 
 def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tensors]]) -> list[RemovalPlan]:
@@ -344,7 +336,7 @@ def _removal_plan(
             raise NotRemovableError(reason)
         if not path.exists():
             raise NotRemovableError("the run is not finished")
-        if read_tensors(path)[1]["round"] != settings.method.rounds:
+        if files.read_tensors(path)[1]["round"] != settings.method.rounds:
             raise NotRemovableError("an earlier round than the last was chosen")
         shared = sums.remove_site(settings.method, site, site_uploads)
     except NotRemovableError as error:

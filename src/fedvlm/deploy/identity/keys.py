@@ -53,10 +53,7 @@ def create_server_certificate(
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
     paper = _certificate_builder(host, server_key.public_key(), start, days, authority=False)
     paper = paper.add_extension(names, critical=False).add_extension(issuer, critical=False)
-    return {
-        "server.pem": paper.sign(root, hashes.SHA256()).public_bytes(PEM),
-        "server.key": _private_pem(server_key),
-    }
+    return {"server.pem": paper.sign(root, hashes.SHA256()).public_bytes(PEM), "server.key": _private_pem(server_key)}
 
 
 def _certificate_builder(word: str, key: Any, start: datetime | None, days: int, authority: bool) -> Any:

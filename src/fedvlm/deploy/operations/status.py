@@ -11,17 +11,7 @@ from statistics import median
 from typing import Any
 
 import fedvlm
-from fedvlm.deploy.flower.network import (
-    Unreachable,
-    check_server,
-    clock_skew,
-    describe_proxy,
-    describe_skew,
-    find_proxy,
-    join_address,
-    server_date,
-    split_address,
-)
+from fedvlm.deploy.flower import network
 from fedvlm.deploy.identity.certificates import (
     CERTIFICATE_FILE,
     find_certificate,
@@ -279,15 +269,15 @@ def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
 
 def _check_proxy(address: str) -> str:
     """Check the settings of a proxy, and name the one that is used."""
-    proxy = find_proxy(address)
+    proxy = network.find_proxy(address)
     if not proxy:
         return f"none is used for {address} (by HTTPS_PROXY and NO_PROXY)"
-    return f"{describe_proxy(proxy)} is used for {address} (by HTTPS_PROXY)"
+    return f"{network.describe_proxy(proxy)} is used for {address} (by HTTPS_PROXY)"
 
 
 def _check_name(address: str) -> str:
-    host, _ = split_address(address)
-    if find_proxy(address):
+    host, _ = network.split_address(address)
+    if network.find_proxy(address):
         return f"{host} is resolved by the proxy"
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
@@ -300,7 +290,7 @@ def _check_name(address: str) -> str:
 
 def _check_port(kit: ServerKit) -> str:
     host, port = listen_address(kit)
-    place = join_address(host, port)
+    place = network.join_address(host, port)
     if is_locked(kit.folder / ".lock"):
         return f"{place} is served by this folder's server"
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
@@ -332,16 +322,16 @@ def _check_sites(kit: ServerKit) -> str:
 def _check_reachable(address: str, folder: Path) -> str:
     """Check that the server answers by the name that sites use, with its certificate."""
     try:
-        check_server(address, folder / "ca.crt")
-    except Unreachable as error:
+        network.check_server(address, folder / "ca.crt")
+    except network.Unreachable as error:
         remedy = "start the server, and open the port in firewalls on the way"
         raise CheckFailed(f"{error}; {remedy}") from error
     return f"{address} answers with the right certificate"
 
 
 def _check_clock(kit: SiteKit) -> str:
-    skew = clock_skew(server_date(kit.address, kit.folder / "ca.crt"))
-    if problem := describe_skew(skew):
+    skew = network.clock_skew(network.server_date(kit.address, kit.folder / "ca.crt"))
+    if problem := network.describe_skew(skew):
         raise CheckFailed(problem)
     return f"it differs from the server's by {abs(skew):.0f} s"
 

@@ -15,18 +15,11 @@ from fedvlm.core import Tensors
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.splits import SPLITS
 from fedvlm.data.table import Dataset
+from fedvlm.deploy import messages
 from fedvlm.deploy.identity.certificates import current_certificate, exclusion_reason
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
-from fedvlm.deploy.messages import (
-    MAX_NUMBER,
-    PROTOCOL,
-    check_arrays,
-    check_reply,
-    encoder_fingerprint,
-    render_error,
-    training_key,
-)
+from fedvlm.deploy.messages import PROTOCOL
 from fedvlm.deploy.operations.events import EventLogger, ignore_event
 from fedvlm.engines.client import RoundReplies, Task
 from fedvlm.engines.flower.client import to_arrays, to_tensors
@@ -76,7 +69,7 @@ class RemoteEngine(FlowerEngine):
     ) -> None:
         self.log_event, self.last_log_time = log_event, 0.0  # when it last said whom it waits for
         self.channel = Channel(**spec["identity"]["channel"])
-        super().__init__(grid, {}, training_key(spec), kit.quorum, kit.deadline)
+        super().__init__(grid, {}, messages.training_key(spec), kit.quorum, kit.deadline)
         self.kit, self.spec, self.reference = kit, spec, reference
         self.sign = Signer(kit.folder / "signing.key")
         self.site_keys: dict[str, str] = {}  # that the sites which are there have come with
@@ -127,11 +120,11 @@ class RemoteEngine(FlowerEngine):
         if type(error) is str:
             plain = " ".join(error.split())[:300]
             return "".join(char for char in plain if char.isprintable())
-        return render_error(error)
+        return messages.render_error(error)
 
     def check(self, message: Message, id: str, request: Message) -> None:
-        check_reply(message, request.header)
-        check_arrays(message)
+        messages.check_reply(message, request.header)
+        messages.check_arrays(message)
         if message.header["releases"] > message.header["round"] + MAX_LOST_UPLOADS:
             raise FederationError("it reports more uploads than it can have sent")
         counts, scores = self.counts[id], message.header["scores"]
@@ -231,8 +224,8 @@ class RemoteEngine(FlowerEngine):
                 f"it runs fedvlm {str(message.header.get('software'))[:20]!r} with protocol {str(protocol)[:20]}, and "
                 f"the server {__version__!r} with protocol {PROTOCOL}; install the same fedvlm at both"
             )
-        check_reply(message, request.header)
-        check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
+        messages.check_reply(message, request.header)
+        messages.check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
         header, expected_classes = message.header, self.spec["classes"]
         if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
@@ -262,7 +255,7 @@ class RemoteEngine(FlowerEngine):
         for key in ("encoder", "classes", "dim", "scale", "local", "template"):
             first_value, theirs = first_site.header.get(key, ""), second_site.header.get(key, "")
             if key == "encoder":
-                first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
+                first_value, theirs = messages.encoder_fingerprint(first_value), messages.encoder_fingerprint(theirs)
             if not _is_close(first_value, theirs):
                 # Words of a site stay out of the record; numbers and fingerprints may enter it.
                 is_word = key in ("classes", "local", "template")
@@ -323,7 +316,7 @@ def known_nodes(kit: ServerKit) -> dict[str, int]:
 
 def _clamped(values: Tensors) -> Tensors:
     """Clamp infinite numbers, so that two infinite ones compare as equal."""
-    return {key: tensor.clamp(-MAX_NUMBER, MAX_NUMBER) for key, tensor in values.items()}
+    return {key: tensor.clamp(-messages.MAX_NUMBER, messages.MAX_NUMBER) for key, tensor in values.items()}
 
 
 def _is_close(first: Any, second: Any) -> bool:

@@ -31,13 +31,7 @@ from fedvlm.core import Frozen, Tensors, upload_sum
 from fedvlm.deploy.identity.certificates import key_fingerprint
 from fedvlm.deploy.identity.keys import Signer
 from fedvlm.deploy.kits import SESSION_KEY_FILE, SiteKit, write_secret
-from fedvlm.deploy.messages import (
-    ECHOED_FIELDS,
-    ReportedError,
-    RequestRefused,
-    SumRequest,
-    encoder_fingerprint,
-)
+from fedvlm.deploy.messages import ECHOED_FIELDS, ReportedError, RequestRefused, SumRequest, encoder_fingerprint
 from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import check_members, read_peers
@@ -188,13 +182,7 @@ class SumMember:
         return Message(header, to_arrays(masked)), costs
 
     def agree(
-        self,
-        folder: Path,
-        fields: SumRequest,
-        sent: Tensors,
-        site_training: SiteTraining,
-        world: World,
-        policy: Policy,
+        self, folder: Path, fields: SumRequest, sent: Tensors, site_training: SiteTraining, world: World, policy: Policy
     ) -> Agreement:
         """Check a plan and agree to it with a new session key."""
         plan = read_plan(fields.plan.encode())
