@@ -1,5 +1,6 @@
 """Define what commands share: options, sections of the help and examples."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,14 @@ def examples(*commands: str) -> str:
     """Return the last part of a command's help, which keeps its line breaks."""
     title = "Example:" if len(commands) == 1 else "Examples:"
     return "\n".join(["\b", title, *(f"  {command}" for command in commands)])
+
+
+def echo_error(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
 def parse_pairs(option: str, pairs: list[str] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat
+from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat, echo_error
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _execute(
 
         options: dict[str, Any] = {"again": command.again, "progress": report, "cluster": command.on}
         requests = list(zip(settings, folders, strict=True))
-        outcomes = execute_all(requests, **options, on_line=on_line, log=_log, keep_going=bool(swept))
+        outcomes = execute_all(requests, **options, on_line=on_line, log=echo_error, keep_going=bool(swept))
         results, failed = split_outcomes(settings, outcomes, swept)
         missing = missing_baselines(settings, results[0]) if with_baselines else []
         requests = [
@@ -255,7 +255,7 @@ def _execute(
         ]
         baselines, _ = split_outcomes(missing, execute_all(requests, **options))
     for message in trackers.notes:
-        _log(message)
+        echo_error(message)
     return results, failed, baselines
 
 
@@ -264,10 +264,6 @@ def progress_line(method: "Method", line: Mapping[str, Any]) -> Mapping[str, Any
     from fedvlm.parts.bodies import adapts
 
     return {**line, "validation": None} if adapts(method) else line
-
-
-def _log(message: str) -> None:
-    typer.echo(message, err=True)
 
 
 def _next_steps(home: Path, records: "Sequence[Record]") -> str:
@@ -306,9 +302,9 @@ def reproduce(
     overrides = {key: value for key, value in overrides.items() if value is not None}
     named, settings = settings_of_item(item, overrides, set_ or [])
 
-    _log(f"{item} by {', '.join(named)}")
+    echo_error(f"{item} by {', '.join(named)}")
     for line in describe_requirements(settings):
-        _log(line)
+        echo_error(line)
 
     def folder_of(run_settings: "Settings") -> Path:
         name = default_name(run_settings, None)
@@ -318,10 +314,10 @@ def reproduce(
 
     with progress() as report:
         requests = [(run_settings, folder_of(run_settings)) for run_settings in settings]
-        outcomes = execute_all(requests, again=again, progress=report, log=_log, keep_going=True)
+        outcomes = execute_all(requests, again=again, progress=report, log=echo_error, keep_going=True)
     results, failed = split_outcomes(settings, outcomes, keep_going=True)
     typer.echo(table_of(item, results, form), nl=False)
-    _log("records: " + ", ".join(str(record.folder) for record in results))
+    echo_error("records: " + ", ".join(str(record.folder) for record in results))
     fail(failed)
 
 
