@@ -3,7 +3,7 @@
 The site writes a signed file with its past uploads. The server keeps only the sums of all uploads and a digest of each,
 subtracts the site's uploads, and revokes its key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -205,8 +205,11 @@ class WithdrawalResult:
 
     run: str
     training: str
-    removed: bool
-    reason: str = ""  # it is not, if it is not
+    reason: str = ""  # it is not removed, if it is not
+
+    @property
+    def removed(self) -> bool:
+        return not self.reason
 
     def __str__(self) -> str:
         end = "removed from the shared tensors" if self.removed else f"not removed: {self.reason}; {NEW_RUN_NEEDED}"
@@ -226,25 +229,23 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
         runs = [Record(folder) for folder in (folders | {folder.resolve(): folder for folder in records}).values()]
         for record in runs:
             all.enter_context(record.lock())
-        plans = [plan_item for record in runs for plan_item in _removal_plans(record, site, uploads)]
+        plans = []
+        for record in runs:
+            trainings = trainings_of_record(record, build(record.manifest["identity"]))
+            made = [_removal_plan(record, *training, site, uploads) for training in trainings]
+            plans += [plan for plan in made if plan is not None]
         for plan in plans:
             plan.apply()
         if not applied_to:
             revoke_site(kit, site)
     ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), files.read_regular(file, MAX_WITHDRAWAL_BYTES)
-    lines = [
-        {
-            "run": plan_item.run,
-            "training": plan_item.training,
-            "what": "removed" if plan_item.removed else plan_item.reason,
-        }
-        for plan_item in (plan.result for plan in plans)
-    ]
+    results = [plan.result for plan in plans]
+    lines = [{"run": done.run, "training": done.training, "what": done.reason or "removed"} for done in results]
     for words in lines or [{"what": "it had contributed to no run"}]:
-        about: dict[str, Any] = {"kind": "withdrawal", "site": site, **words}
-        ledger.add("in", -1, None, data, **about)  # of the same hash as in the site's ledger
-    log_event("withdrew", site=site, out=sum(plan.result.removed for plan in plans), of=len(plans))
-    return site, [plan.result for plan in plans]
+        # of the same hash as in the site's ledger
+        ledger.add("in", -1, None, data, kind="withdrawal", site=site, **words)
+    log_event("withdrew", site=site, out=sum(result.removed for result in results), of=len(results))
+    return site, results
 
 
 def _applied_to(kit: ServerKit, file: Path) -> str:
@@ -287,8 +288,6 @@ class RemovalPlan:
 
     result: WithdrawalResult
     record: Record
-    name: str
-    site: str
     sums: UploadSums | None = None
     shared: Tensors | None = None
 
@@ -296,7 +295,7 @@ class RemovalPlan:
         """Write the files in an order that can be repeated after a crash."""
         if self.sums is None or self.shared is None:
             return
-        path = self.record.folder / "trainings" / f"{self.name}.safetensors"
+        path = self.record.folder / "trainings" / f"{self.result.training}.safetensors"
         values, about = files.read_tensors(path)
         new = {f"shared/{k}": v.to(values[f"shared/{k}"].dtype) for k, v in self.shared.items()}
         files.write_tensors(path, {**values, **new}, about)
@@ -306,16 +305,13 @@ class RemovalPlan:
         files.write_index(self.record.folder, RECORD_FILES)
 
 
-def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tensors]]) -> list[RemovalPlan]:
-    settings = build(record.manifest["identity"])
-    out = []
+def trainings_of_record(record: Record, settings: Settings) -> Iterator[tuple[Settings, Training, int]]:
+    """Yield every training of a deployed run, with its settings after tuning and its seed."""
+    domains = {name: name for name in record.manifest["sites"]}
     for seed in settings.seeds:
-        now = tune.with_tuned(settings, record.manifest, seed)
-        domains = {name: name for name in record.manifest["sites"]}
-        for training in trainings_of(now, domains, seed):
-            if (plan := _removal_plan(record, now, training, seed, site, uploads)) is not None:
-                out.append(plan)
-    return out
+        tuned = tune.with_tuned(settings, record.manifest, seed)
+        for training in trainings_of(tuned, domains, seed):
+            yield tuned, training, seed
 
 
 def _removal_plan(
@@ -329,7 +325,6 @@ def _removal_plan(
     sums = UploadSums.read(path.with_suffix(f".{SUMS_SUFFIX}"))
     if not sent or site in sums.withdrawn_sites:
         return None
-    run_and_training = (record.folder.name, name)
     site_uploads: Uploads = uploads.get(training_key(training_spec(settings, training, seed)), {})
     try:
         if reason := removal_obstacle(settings):
@@ -340,5 +335,5 @@ def _removal_plan(
             raise NotRemovableError("an earlier round than the last was chosen")
         shared = sums.remove_site(settings.method, site, site_uploads)
     except NotRemovableError as error:
-        return RemovalPlan(WithdrawalResult(*run_and_training, False, str(error)), record, name, site)
-    return RemovalPlan(WithdrawalResult(*run_and_training, True), record, name, site, sums, shared)
+        return RemovalPlan(WithdrawalResult(record.folder.name, name, str(error)), record)
+    return RemovalPlan(WithdrawalResult(record.folder.name, name), record, sums, shared)
