@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fedvlm.deploy.flower.network import split_address
 from fedvlm.deploy.identity import keys
-from fedvlm.deploy.identity.certificates import CERTIFICATE_FIELDS as FIELDS
 from fedvlm.deploy.identity.certificates import (
+    CERTIFICATE_FIELDS,
     CERTIFICATE_FILE,
     ENDED_FOLDER,
     EXPIRY_WARNING_DAYS,
@@ -105,11 +105,8 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
             f"folder, for a new key say fedvlm deploy renew {folder}"
         )
     # An old key that has expired endorses nothing: the server's people compare the fingerprint again.
-    return (
-        certificate.federation,
-        certificate.site,
-        None if certificate.invalid_reason else keys.Signer(folder / "key", RENEWAL_PREFIX),
-    )
+    old = None if certificate.invalid_reason else keys.Signer(folder / "key", RENEWAL_PREFIX)
+    return certificate.federation, certificate.site, old
 
 
 def read_signed_request(path: Path) -> JoinRequest:
@@ -162,12 +159,8 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
             )
         if name.casefold() != request.site.casefold():
             continue
-        if (
-            certificate
-            and name == request.site
-            and not certificate.invalid_reason
-            and _is_endorsed(request, certificate)
-        ):
+        is_valid = certificate and name == request.site and not certificate.invalid_reason
+        if certificate and is_valid and _is_endorsed(request, certificate):
             return f"{name} renews its key; the old one is revoked"
         raise FederationError(
             f"the name {name} is taken by another key, which did not sign this request; if {name} itself has lost its "
@@ -218,11 +211,8 @@ def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:
 def _archive_certificate(kit: ServerKit, site: str) -> None:
     """Archive a site's certificate, so that its key is never admitted again."""
     if certificate := find_certificate(kit.folder, site):
-        write_file(
-            kit.folder / ENDED_FOLDER / _archive_name(certificate.key),
-            certificate_path(kit.folder, site).read_bytes(),
-            0o600,
-        )
+        data = certificate_path(kit.folder, site).read_bytes()
+        write_file(kit.folder / ENDED_FOLDER / _archive_name(certificate.key), data, 0o600)
 
 
 def _archive_name(key: str) -> str:
@@ -231,7 +221,7 @@ def _archive_name(key: str) -> str:
 
 def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
     """Put the certificate that the server signed into the site's folder, beside its key."""
-    server = read_document(file, "certificate", (*FIELDS, "checksum", "signature"))["server"]
+    server = read_document(file, "certificate", (*CERTIFICATE_FIELDS, "checksum", "signature"))["server"]
     certificate = read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
@@ -286,13 +276,12 @@ def describe_server_expiry(kit: ServerKit) -> list[str]:
     lines = [f"its certificate {describe_validity(server_days_left(kit.folder), kit.folder)}"]
     for name in kit.sites:
         certificate = find_certificate(kit.folder, name)
-        if certificate is None or certificate.days_left < EXPIRY_WARNING_DAYS:
-            status = (
-                "is damaged"
-                if certificate is None
-                else certificate.invalid_reason or f"has {certificate.days_left} days left"
+        if certificate is None:
+            lines.append(f"{name}: its certificate is damaged")
+        elif certificate.days_left < EXPIRY_WARNING_DAYS:
+            lines.append(
+                f"{name}: {certificate.invalid_reason or f'its certificate has {certificate.days_left} days left'}"
             )
-            lines.append(f"{name}: its certificate {status.removeprefix('its certificate ')}")
     return lines
 
 
@@ -330,12 +319,8 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
         remark = f"requested; send {request.path} to the server"
         lines.append(CertificateStatus(request.site, request.fingerprint, None, remark))
     if (folder / CERTIFICATE_FILE).exists():
-        certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
-        lines.append(
-            CertificateStatus(
-                certificate.site, certificate.fingerprint, certificate.days_left, certificate.invalid_reason
-            )
-        )
+        own = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+        lines.append(CertificateStatus(own.site, own.fingerprint, own.days_left, own.invalid_reason))
     if not lines:
         raise SettingsError(
             f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"

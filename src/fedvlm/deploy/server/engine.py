@@ -150,8 +150,12 @@ class RemoteEngine(FlowerEngine):
             sleep(0.5)
         self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(absent_sites)}
         self.missing |= {f"node {node}": reason for node, reason in self.unidentified_nodes.items()}
-        if self.nodes:
-            self._drop_incompatible(min(self._compatible_groups(), key=lambda group: (-len(group), min(group))))
+        if self.nodes:  # sites that do not fit the largest group cannot stop the others
+            group = min(self._compatible_groups(), key=lambda group: (-len(group), min(group)))
+            self.base = group[0]
+            for name in sorted(self.nodes.keys() - set(group)):
+                self.missing[name] = self.describe_difference(self.base, name) or ""
+                self._reject(self.nodes.pop(name), name, self.missing[name])
         self._check_quorum(self.kit.sites, self.nodes, 0)
 
     def _compatible_groups(self) -> list[list[str]]:
@@ -166,14 +170,6 @@ class RemoteEngine(FlowerEngine):
                 groups.append([name])
         return groups
 
-    def _drop_incompatible(self, group: Sequence[str]) -> None:
-        """Drop sites that do not fit the largest group, so that they cannot stop the others."""
-        self.base = group[0]
-        for name in sorted(self.nodes.keys() - set(group)):
-            reason = self.describe_difference(self.base, name) or ""
-            self._reject(self.nodes.pop(name), name, reason)
-            self.missing[name] = reason
-
     def open_new_nodes(self, patience: float) -> None:
         """Open the training at nodes that are new, or were rejected a while ago."""
         past = {*self.nodes.values(), *self.unidentified_nodes, *self.excluded_nodes}
@@ -184,7 +180,7 @@ class RemoteEngine(FlowerEngine):
         header = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
         header |= {"opening": self.opening, "software": __version__, "protocol": PROTOCOL}
         message = Message(header, to_arrays(self.reference))
-        exchange = self.opening_exchange(new, patience)
+        exchange = OpeningExchange(self, new, patience)
         for id, reply in exchange.exchange(dict.fromkeys(new, message), 0).items():
             self._register_site(reply, new[id])
         for id, reason in exchange.missing.items():
@@ -192,9 +188,6 @@ class RemoteEngine(FlowerEngine):
                 self._reject(new[id], exchange.site_names[id], reason.removeprefix(f"{id}: "))
             else:
                 self.unidentified_nodes[new[id]] = reason
-
-    def opening_exchange(self, nodes: Mapping[str, int], patience: float) -> "OpeningExchange":
-        return OpeningExchange(self, nodes, patience)
 
     def _reject(self, node: int, name: str, reason: str) -> None:
         self.absent[name] = reason
@@ -261,11 +254,13 @@ class RemoteEngine(FlowerEngine):
                 is_word = key in ("classes", "local", "template")
                 values = "" if is_word else f": {str(first_value)[:80]!r} and {str(theirs)[:80]!r}"
                 return f"sites {first} and {name} do not have the same {key}{values}; all sites need the same {key}"
-        first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
-        if (
-            tensor_schema(first_value) != tensor_schema(theirs)
-            or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE
-        ):
+        limit = messages.MAX_NUMBER  # so that two infinite numbers compare as equal
+        first_value, theirs = (
+            {key: tensor.clamp(-limit, limit) for key, tensor in {**site.first, **site.texts}.items()}
+            for site in (first_site, second_site)
+        )
+        is_alike = tensor_schema(first_value) == tensor_schema(theirs)
+        if not is_alike or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE:
             return (
                 f"sites {first} and {name} start from different tensors, though their encoders are the same; do they "
                 "have the same templates and versions?"
@@ -312,11 +307,6 @@ def known_nodes(kit: ServerKit) -> dict[str, int]:
         return {str(name): int(node) for name, node in read_json(kit.folder / NODES_FILE).items()}
     except (FedVLMError, AttributeError, TypeError, ValueError):  # none yet, or damaged
         return {}
-
-
-def _clamped(values: Tensors) -> Tensors:
-    """Clamp infinite numbers, so that two infinite ones compare as equal."""
-    return {key: tensor.clamp(-messages.MAX_NUMBER, messages.MAX_NUMBER) for key, tensor in values.items()}
 
 
 def _is_close(first: Any, second: Any) -> bool:

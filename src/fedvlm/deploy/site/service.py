@@ -66,7 +66,7 @@ class Site:
         self.budget = PrivacyBudget(self.ledger.history())
         self.handler = TrainingHandler(listener=self)
         federation = federation_id((kit.folder / "server.pub").read_bytes(), (kit.folder / "ca.crt").read_bytes())
-        self.sums = SumMember(kit, self.sign, federation, self)
+        self.sums = SumMember(kit, self.sign, federation, self.on_sum_ended)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
         self.accuracy: float | None = None  # on its validation samples, of the last round; for its people's eyes
@@ -74,7 +74,6 @@ class Site:
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
     def log_text(self, text: str) -> None:
-        """Log a text for the people at this site."""
         self.log_event("said", text=text)
 
     def answer(self, request: Message, state: Message) -> tuple[Message, Message]:
@@ -120,16 +119,11 @@ class Site:
     ) -> tuple[Message, Message, dict[str, Any]]:
         """Return the reply, the new state, and what the reply costs."""
         kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
-        training = self._load_training(key, policy)
-        site_training, world = self.site_trainings[key], training.world
-        policy.admit(world.method, world.channel, site_training.labels)
-        if world.channel.verified:
+        training, site_training = self._admit(key, policy)
+        if training.world.channel.verified:
             raise messages.ReportedError(
                 "sum", "an upload of a verified sum was asked for without its session; nothing leaves"
             )
-        if policy.consent:
-            consent.check_consent(self.kit.folder, policy, consent.plan_hash(site_training.spec))
-            consent.check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
         if (cached := ReplyCache(self._folder(key)).read(request)) is not None:
             return cached[0], training.restore(cached[1]) if fields.trains else state, {}
         spends = site_training.upload_cost if kind == "upload" else 0.0
@@ -147,16 +141,20 @@ class Site:
 
     def _run_sum(self, request: Message, fields: messages.SumRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
         """Return the reply to a step of a verified sum, and what it costs."""
-        key = fields.training
-        world = self._load_training(key, policy).world
-        site_training = self.site_trainings[key]
+        training, site_training = self._admit(fields.training, policy)
+        kind = "upload" if fields.kind == "sum" else "measurement"
+        self.budget.admit(policy, kind, fields.training, site_training.upload_cost if kind == "upload" else 0.0)
+        return self.sums.answer(request, fields, site_training, training.world, policy)
+
+    def _admit(self, key: str, policy: Policy) -> tuple[ClientTraining, SiteTraining]:
+        """Return an opened training, as far as the policy and the people here allow it to go on."""
+        training = self._load_training(key, policy)
+        site_training, world = self.site_trainings[key], training.world
         policy.admit(world.method, world.channel, site_training.labels)
         if policy.consent:
             consent.check_consent(self.kit.folder, policy, consent.plan_hash(site_training.spec))
             consent.check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
-        kind = "upload" if fields.kind == "sum" else "measurement"
-        self.budget.admit(policy, kind, key, site_training.upload_cost if kind == "upload" else 0.0)
-        return self.sums.answer(request, fields, site_training, world, policy)
+        return training, site_training
 
     def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None:
         self.on_adapted(replace(self.handler.trainings[key], world=world), sent, local)
