@@ -117,7 +117,8 @@ def measure_chunk(
     if world.frozen.multi_label or (world.groups is not None and world.group_metrics != "image"):
         return [client.measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
     if not world.metrics and not local and all(tensor.stride(0) == 0 for tensor in sent.values()):
-        logits = _predict_common(world, tasks[0].sent, parts)
+        rows = np.concatenate([rows for part in parts for rows in part])
+        logits = client.predict(world, tasks[0].sent, {}, rows)  # all clients predict alike
     elif not world.metrics:
         logits = _predict_stacked(world, sent, local, parts)
     if logits is None:
@@ -131,11 +132,6 @@ def measure_chunk(
         client.score_counts(losses[i].mean().item(), sizes[i : i + 2], n_correct[i : i + 2])
         for i in range(0, len(sizes), 2)
     ]
-
-
-def _predict_common(world: client.World, sent: Tensors, parts: Sequence[tuple[Rows, Rows]]) -> Tensor:
-    """Return logits (samples, classes) if all clients predict alike, as of one client."""
-    return client.predict(world, sent, {}, np.concatenate([rows for part in parts for rows in part]))
 
 
 def _predict_stacked(
@@ -166,11 +162,7 @@ def _predict_stacked(
 
 
 CHUNK_ROW_BYTES = 8 << 20  # bytes of the padded samples of a chunk
-
-
 CHUNK_LOCAL_BYTES = 1 << 20  # bytes of the local tensors of a chunk: large ones gain nothing from stacking
-
-
 MAX_CLIENTS_PER_CHUNK = 32
 
 

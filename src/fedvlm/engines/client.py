@@ -57,8 +57,6 @@ def member_rows(member: Member) -> list[NDArray[np.int64]]:
 
 GroupRule = Literal["image", "mean", "max"]
 Kind = Literal["none", "sign-flip", "scale", "label-flip", "noise", "collude"]
-
-
 DEFAULT_STRENGTH = {"sign-flip": 10.0, "scale": 10.0, "noise": 10.0, "collude": 1.5, "label-flip": 1.0}
 
 
@@ -74,9 +72,7 @@ class Attack:
         if not 0 <= self.strength < float("inf"):
             raise SettingsError(f"attack_strength = {self.strength}; it takes 0 (the usual) or more")
         if self.kind == "label-flip" and self.strength > 1:
-            raise SettingsError(
-                f"attack_strength = {self.strength} of label-flip is the share of rows; it is at most 1"
-            )
+            raise SettingsError(f"attack_strength = {self.strength} of label-flip is a fraction; it is at most 1")
 
     @property
     def effective_strength(self) -> float:
@@ -215,6 +211,18 @@ class RoundReplies:
     decoded_sum: Tensors | None = None  # of the uploads, if the server only gets their verified sum
     min_clients: int = 0  # replies that must remain if some are refused later
     line: Mapping[str, float | None] = field(default_factory=dict)  # scores of all clients together, for the record
+
+
+class Engine(Protocol):
+    """Run the tasks of clients; it may leave out clients that do not answer, as long as enough of them do."""
+
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        """Measure every client with what it was sent; then train those that take part."""
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        """Adapt the clients after the rounds and measure them with the result."""
+
+    def close(self) -> None: ...
 
 
 def minibatch_order(world: World, id: str, number: int) -> Tensor:

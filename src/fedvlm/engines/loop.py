@@ -35,21 +35,7 @@ class StatePoster(Protocol):
     def post_state(self, shared: Tensors) -> None: ...
 
 
-class Engine(Protocol):
-    """Runs the tasks of clients; it may leave out clients that do not answer, as long as enough of them do."""
-
-    def round(self, number: int, tasks: Sequence[client.Task]) -> client.RoundReplies:
-        """Measure every client with what it was sent; then train those that take part."""
-        ...
-
-    def adapt(self, number: int, tasks: Sequence[client.Task]) -> client.RoundReplies:
-        """Adapt the clients after the rounds and measure them with the result."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_engine(name: str, world: client.World, workers: int, rounds: int) -> Engine:
+def open_engine(name: str, world: client.World, workers: int, rounds: int) -> client.Engine:
     """Open the engine of this name: sequential, flower or batched."""
     if name == "single":
         return Sequential(world)
@@ -87,7 +73,7 @@ def ignore_sum(number: int, shared: Tensors, decoded: DecodedUploads) -> None:
 
 def run_rounds(
     terms: client.TrainingTerms,
-    engine: Engine,
+    engine: client.Engine,
     plan: Plan,
     state: State,
     initial_local: client.Local,
@@ -141,7 +127,7 @@ class Outcome:
 
 
 def finish_training(
-    terms: client.TrainingTerms, engine: Engine, plan: Plan, state: State, initial_local: client.Local
+    terms: client.TrainingTerms, engine: client.Engine, plan: Plan, state: State, initial_local: client.Local
 ) -> Outcome:
     """Select the round to report, adapt the clients and measure them."""
     training = _Training(terms, engine, plan, initial_local)
@@ -166,7 +152,7 @@ class _Training:
     """What the rounds of one training have in common."""
 
     terms: client.TrainingTerms
-    engine: Engine
+    engine: client.Engine
     plan: Plan
     initial_local: client.Local
     limits: Tensors = field(default_factory=dict)  # on the uploads of a verified sum

@@ -92,8 +92,7 @@ def update_local(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mappin
 def pack_state(state: State) -> tuple[Tensors, dict[str, Any]]:
     """Return a state as flat tensors, and the names of clients and tensors beside them.
 
-    Of local tensors that are at their clients there are only versions, of those on a shelf only
-    their places, which from now on stay as they are.
+    Of local tensors at their clients there are only versions, of those on disk only their places, which now stay.
     """
     store = state.local if isinstance(state.local, ClientStateStore) else None
     local = {"local": {} if store is not None else state.local, "best_local": state.best_local or {}}
