@@ -205,16 +205,9 @@ class UploadReceiver:
             is_bound = self.channel.bound == "median"
             is_unchanged = unchanged_without(upload_round, dots) if is_bound else [True] * len(decoded.ids)
             unchanged = frozenset(id for id, flag in zip(decoded.ids, is_unchanged, strict=True) if flag)
-        outliers = outlier_scores(decoded.ids, dots)
-        return replace(
-            decoded,
-            ids=ids,
-            uploads=uploads,
-            weights=weights,
-            contributors=() if ids == decoded.ids else decoded.ids,
-            outliers=outliers,
-            unchanged_without=unchanged,
-        )
+        outliers, contributors = outlier_scores(decoded.ids, dots), () if ids == decoded.ids else decoded.ids
+        decoded = replace(decoded, ids=ids, uploads=uploads, weights=weights, contributors=contributors)
+        return replace(decoded, outliers=outliers, unchanged_without=unchanged)
 
     def _use_sum(self, received: ReceivedUploads, upload: Tensors) -> DecodedUploads:
         """Return the one upload that other machines made of all."""

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -65,17 +66,10 @@ def predict(
     from fedvlm.classifier.predict import predict as run
     from fedvlm.storage.files import write_file
 
+    options = parse_pairs("--access", access)
     with progress() as report:
-        predictions = run(
-            folder,
-            images,
-            encoder,
-            parse_pairs("--access", access),
-            lambda done, total: report("predicting", done, total),
-            coverage,
-            reject,
-            group,
-        )
+        on_progress = partial(report, "predicting")
+        predictions = run(folder, images, encoder, options, on_progress, coverage, reject, group)
     lines = table(predictions, len(predictions.classes) if all_classes else top, coverage is not None)
     text = _json(predictions, lines) if as_json else _csv(lines)
     if out is None:
@@ -145,17 +139,10 @@ def score(
     from fedvlm.classifier.predict import score as run
     from fedvlm.report.tables import render_table
 
+    reading, options = parse_pairs("--source", source), parse_pairs("--access", access)
     with progress() as report:
-        evaluation = run(
-            folder,
-            data,
-            parse_pairs("--source", source),
-            encoder,
-            parse_pairs("--access", access),
-            lambda done, total: report("predicting", done, total),
-            coverage,
-            group,
-        )
+        on_progress = partial(report, "predicting")
+        evaluation = run(folder, data, reading, encoder, options, on_progress, coverage, group)
     if as_json:
         typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
     else:
@@ -229,10 +216,8 @@ def export(
     from fedvlm.classifier.export import export as write
 
     classifier = write(run, client, folder, onnx)
-    typer.echo(
-        f"{classifier.method.name} for {client} ({len(classifier.frozen.classes)} classes, "
-        f"{classifier.encoder}) is in {folder}"
-    )
+    about = f"{len(classifier.frozen.classes)} classes, {classifier.encoder}"
+    typer.echo(f"{classifier.method.name} for {client} ({about}) is in {folder}")
 
 
 def join(
@@ -263,13 +248,9 @@ def join(
     for message in notes:
         typer.echo(message, err=True)
     done = adapt(result, rows, client, training=training, train_fraction=train_ratio)
-    story = ClassifierOrigin(
-        {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
-        f"joined {result.folder.name}",
-        done.n_test_samples,
-        round(done.accuracy * done.n_test_samples),
-    )
-    save_with_card(done.classifier, story, out)
+    facts = {**result.manifest, "data": rows.name, "rows": rows.fingerprint}
+    counts = done.n_test_samples, round(done.accuracy * done.n_test_samples)
+    save_with_card(done.classifier, ClassifierOrigin(facts, f"joined {result.folder.name}", *counts), out)
     if not done.is_adapted:
         name = done.classifier.method.name
         typer.echo(f"{name} does not adapt to a client; {client} gets the shared classifier")

@@ -233,18 +233,9 @@ def plot(
         path = draw_diagrams(results[0], out or runs[0] / "diagrams.png", training, seed)
     else:
         folder = runs[0] if len(runs) == 1 else runs[0].parent
-        path = draw_runs(
-            kind,
-            results,
-            out or folder / f"{kind}.png",
-            columns=[column.strip() for column in columns.split(",") if column.strip()],
-            over=over,
-            training=training,
-            seed=seed,
-            image=image,
-            class_name=name,
-            client=client,
-        )
+        names = [column.strip() for column in columns.split(",") if column.strip()]
+        of = {"training": training, "seed": seed, "image": image, "class_name": name, "client": client}
+        path = draw_runs(kind, results, out or folder / f"{kind}.png", columns=names, over=over, **of)
     typer.echo(f"image: {path}")
 
 

@@ -271,14 +271,8 @@ def _next_steps(home: Path, records: "Sequence[Record]") -> str:
     folders = [shlex.quote(str(record.folder)) for record in records]
     several = [record for record in records if record.folder == home] == []
     folder, run = shlex.quote(str(home)) if several else " ".join(folders), folders[-1]
-    return "\n".join(
-        [
-            "next:",
-            f"  fedvlm compare {folder} --columns balanced,F1,AUC,ECE",
-            f"  fedvlm audit {run}",
-            f"  fedvlm plot {run}",
-        ]
-    )
+    columns = "balanced,F1,AUC,ECE"
+    return f"next:\n  fedvlm compare {folder} --columns {columns}\n  fedvlm audit {run}\n  fedvlm plot {run}"
 
 
 def reproduce(

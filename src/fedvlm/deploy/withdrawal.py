@@ -48,12 +48,8 @@ def withdraw(folder: Path, by: str) -> Path:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     files.write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
     uploads = [reply for place in sorted((folder / "state").glob("*")) for reply in _summed_uploads(place)]
-    about = {
-        "kind": "withdrawal",
-        "client": kit.name,
-        "federation": certificate.federation,
-        "uploads": [{name: reply.header[name] for name in ("training", "round")} for reply in uploads],
-    }
+    about: dict[str, Any] = {"kind": "withdrawal", "client": kit.name, "federation": certificate.federation}
+    about["uploads"] = [{name: reply.header[name] for name in ("training", "round")} for reply in uploads]
     all_arrays = {f"{i}/{key}": value for i, reply in enumerate(uploads) for key, value in reply.arrays.items()}
     message = sign(Message(about, all_arrays))
     data = to_bytes(message)

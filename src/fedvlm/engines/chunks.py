@@ -198,10 +198,8 @@ def make_chunks(world: client.World, tasks: Sequence[client.Task], chunk_factor:
 def have_same_shapes(a: client.Task, b: client.Task) -> bool:
     """Tell whether the tensors of two clients have the same names and shapes."""
     pairs = ((a.sent, b.sent), (a.local_tensors, b.local_tensors))
-    return all(
-        tensors_a.keys() == tensors_b.keys() and all(tensors_a[key].shape == tensors_b[key].shape for key in tensors_a)
-        for tensors_a, tensors_b in pairs
-    )
+    shapes = [[{key: value.shape for key, value in held.items()} for held in pair] for pair in pairs]
+    return all(of_a == of_b for of_a, of_b in shapes)
 
 
 @tensors.without_compiler()

@@ -308,12 +308,8 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
     """Return logits (samples, classes), computed in slices where samples are large."""
     width = int(np.prod(world.x.shape[1:]))
     size = max(1, PREDICTION_BYTES // (4 * width))
-    return torch.cat(
-        [
-            world.method.predict(world.frozen, sent, local, to_float32(world.read(part)))
-            for part in np.split(rows, range(size, len(rows), size))
-        ]
-    )
+    parts = (to_float32(world.read(part)) for part in np.split(rows, range(size, len(rows), size)))
+    return torch.cat([world.method.predict(world.frozen, sent, local, x) for x in parts])
 
 
 def evaluation_rows(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

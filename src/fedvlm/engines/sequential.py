@@ -51,12 +51,8 @@ def run_client(world: client.World, number: int, task: client.Task) -> client.Cl
         scores = client.measure(world, task.sent, task.local_tensors, task.id)
         if not task.trains:
             return client.ClientReply(None, task.local_tensors, scores, rows)
-        upload, local = world.method.update(
-            world.frozen,
-            task.sent,
-            task.local_tensors,
-            client.limit_small_classes(world, task.id, client.make_client(world, task.id, number)),
-        )
+        samples = client.limit_small_classes(world, task.id, client.make_client(world, task.id, number))
+        upload, local = world.method.update(world.frozen, task.sent, task.local_tensors, samples)
         if "image tower" in world.method.traits.needs:
             release_memory()
         return client.ClientReply(upload, local, scores, rows)

@@ -188,13 +188,8 @@ class FleetClient:
         )
         pushed = fleet_pb2.PushMessagesResponse.FromString(self.call("push-messages", request))
         for id in pushed.objects_to_push:
-            part = message_pb2.PushObjectRequest(
-                node=self.node,
-                run_id=reply.metadata.run_id,
-                object_id=id,
-                object_content=parts[id],
-                session_id=pushed.session_id,
-            )
+            about = {"node": self.node, "run_id": reply.metadata.run_id, "session_id": pushed.session_id}
+            part = message_pb2.PushObjectRequest(object_id=id, object_content=parts[id], **about)
             self.call("push-object", part)
 
 

@@ -87,11 +87,8 @@ def server_card(state: State) -> Card:
 
 
 def machine_lines(state: State) -> list[tuple[str, str]]:
-    return [
-        ("version", state["version"]),
-        ("certificate", format_days(state["certificate days"])),
-        ("free disk", format_bytes(state["free bytes"])),
-    ]
+    days, free = format_days(state["certificate days"]), format_bytes(state["free bytes"])
+    return [("version", state["version"]), ("certificate", days), ("free disk", free)]
 
 
 def run_card(state: State) -> Card:

@@ -202,10 +202,8 @@ def describe_absences(result: Result) -> list[str]:
     for line in lines:
         for name, reason in line.get("missing", {}).items():
             reasons.setdefault(name, []).append(reason.strip().splitlines()[-1])
-    return [
-        f"{name} was missing in {len(whys)} of {len(lines)} rounds; the last reason: {whys[-1]}"
-        for name, whys in sorted(reasons.items())
-    ]
+    text = "{} was missing in {} of {} rounds; the last reason: {}"
+    return [text.format(name, len(whys), len(lines), whys[-1]) for name, whys in sorted(reasons.items())]
 
 
 def start_site(folder: Path) -> processes.Process:

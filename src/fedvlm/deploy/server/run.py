@@ -310,14 +310,8 @@ class DeployedRun:
         """Open a training at all connected sites; `tuning` says how large its search is."""
         spec = training_spec(settings, training, seed) | {"run": self.run_plan}
         spec |= {} if tuning is None else {"tuning": tuning}
-        self.log_event(
-            "begun",
-            method=settings.method.name,
-            training=training.name,
-            rounds=settings.method.rounds,
-            sites=list(self.kit.sites),
-            record=str(self.record.folder),
-        )
+        facts = {"method": settings.method.name, "training": training.name, "rounds": settings.method.rounds}
+        self.log_event("begun", **facts, sites=list(self.kit.sites), record=str(self.record.folder))
         is_sum = settings.channel.verified and tuning is None
         engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes

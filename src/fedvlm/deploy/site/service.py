@@ -267,14 +267,9 @@ class Site:
             **template_of(frozen),
             **{"software": fedvlm.__version__, "protocol": PROTOCOL, **data},
         }
-        self.log_event(
-            "opened",
-            method=settings.method.name,
-            rounds=settings.method.rounds,
-            samples=len(member.train),
-            validation=len(member.validation),
-            classes=len(set(site_training.labels.tolist())),
-        )
+        counts = {"samples": len(member.train), "validation": len(member.validation)}
+        counts["classes"] = len(set(site_training.labels.tolist()))
+        self.log_event("opened", method=settings.method.name, rounds=settings.method.rounds, **counts)
         first = {f"shared/{name}": value for name, value in shared.items()}
         texts = {"text": frozen.text, "descriptions": frozen.descriptions if is_sum else None}
         first |= {name: value for name, value in texts.items() if value is not None}
@@ -364,17 +359,9 @@ class Site:
         if tensors.max_relative_difference(sent, world.method.send(sent, training.id)) > 0:
             self.log_text(f"{world.method.name} sends each client its own tensors; no classifier is saved")
             return
-        calibrated = fit_calibration(world, sent, local, training.id)
-        classifier = Personalised(
-            world.method,
-            world.frozen,
-            sent,
-            local,
-            training.id,
-            site_training.encoder,
-            calibrated,
-            novelty=fit_client_novelty(world, training.id),
-        )
+        id, encoder, novelty = training.id, site_training.encoder, fit_client_novelty(world, training.id)
+        calibrated = fit_calibration(world, sent, local, id)
+        classifier = Personalised(world.method, world.frozen, sent, local, id, encoder, calibrated, novelty=novelty)
         measured = measure(world, sent, local, training.id)
         counts = measured["test_rows"], measured["test_hits"]
         save_with_card(classifier, ClassifierOrigin(site_training.origin, site_training.title, *counts), place)
