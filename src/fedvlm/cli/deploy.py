@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer import Argument, Option
 
 from fedvlm.cli.options import (
     Access,
@@ -35,19 +36,19 @@ def command(section: str, *lines: str, name: str | None = None) -> Callable[[Com
     return deploy_app.command(name, rich_help_panel=section, epilog=examples(*lines))
 
 
-Server = Annotated[Path, typer.Argument(help="Folder of the server.")]
-Site = Annotated[Path, typer.Argument(help="Folder of the site.")]
-Folder = Annotated[Path, typer.Argument(help="Folder of a server or a site.")]
+Server = Annotated[Path, Argument(help="Folder of the server.")]
+Site = Annotated[Path, Argument(help="Folder of the site.")]
+Folder = Annotated[Path, Argument(help="Folder of a server or a site.")]
 
 
 @command("Set up", "fedvlm deploy init fed --host server.example.org", "fedvlm deploy init fed --sites a,b,c")
 def init(
-    folder: Annotated[Path, typer.Argument(help="New folder of the federation.")],
-    sites: Annotated[str, typer.Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
-    host: Annotated[str, typer.Option(help="Address at which sites reach the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port at which sites reach the server.")] = 8443,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
-    plain: Annotated[bool, typer.Option("--plain", help="Let runs ask for single uploads without noise.")] = False,
+    folder: Annotated[Path, Argument(help="New folder of the federation.")],
+    sites: Annotated[str, Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
+    host: Annotated[str, Option(help="Address at which sites reach the server.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port at which sites reach the server.")] = 8443,
+    listen: Annotated[str, Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
+    plain: Annotated[bool, Option("--plain", help="Let runs ask for single uploads without noise.")] = False,
 ) -> None:
     """Create the server's folder and an invitation for sites.
 
@@ -116,11 +117,11 @@ def server(folder: Server) -> None:
 @command("Run", "fedvlm deploy site north --data images --encoder demo")
 def site(
     folder: Site,
-    data: Annotated[str | None, typer.Option(help="Images of this site, one folder per class.")] = None,
+    data: Annotated[str | None, Option(help="Images of this site, one folder per class.")] = None,
     encoder: Encoder = None,
     source: Source = None,
     access: Access = None,
-    test_only: Annotated[bool, typer.Option("--test-only", help="Only evaluate classifiers; never train.")] = False,
+    test_only: Annotated[bool, Option("--test-only", help="Only evaluate classifiers; never train.")] = False,
 ) -> None:
     """Start a site.
 
@@ -150,13 +151,13 @@ def site(
 @command("Run", "fedvlm deploy run fed/server experiment.toml --quorum 0.6")
 def run(
     folder: Server,
-    experiment: Annotated[str, typer.Argument(help="Experiment name or TOML file.")],
+    experiment: Annotated[str, Argument(help="Experiment name or TOML file.")],
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the runs.")] = None,
     again: Force = False,
-    quorum: Annotated[float | None, typer.Option(help="Fraction of sites that must reply (default: 0.5).")] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds a site has for a round (default: 600).")] = None,
-    wait: Annotated[float | None, typer.Option(help="Seconds to wait for sites at the start (default: 120).")] = None,
+    quorum: Annotated[float | None, Option(help="Fraction of sites that must reply (default: 0.5).")] = None,
+    deadline: Annotated[float | None, Option(help="Seconds a site has for a round (default: 600).")] = None,
+    wait: Annotated[float | None, Option(help="Seconds to wait for sites at the start (default: 120).")] = None,
 ) -> None:
     """Run an experiment at the connected sites and print its table."""
     from fedvlm.deploy.kits import read_server
@@ -175,8 +176,8 @@ def run(
 
 @command("Set up", "fedvlm deploy local rehearsal --set method.rounds=2")
 def local(
-    experiment: Annotated[str, typer.Argument(help="Experiment name or TOML file.")],
-    folder: Annotated[Path, typer.Option("--output", "-o", help="Folder of kits, logs and runs.")] = Path("rehearsal"),
+    experiment: Annotated[str, Argument(help="Experiment name or TOML file.")],
+    folder: Annotated[Path, Option("--output", "-o", help="Folder of kits, logs and runs.")] = Path("rehearsal"),
     set_: Set = None,
 ) -> None:
     """Rehearse a federation here, with one process per site.
@@ -220,10 +221,10 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
 )
 def evaluate(
     folder: Server,
-    classifiers: Annotated[list[str], typer.Argument(help="Runs, exported classifiers, or zero-shot.")],
-    classes: Annotated[str, typer.Option(help="Class names for zero-shot alone, e.g. cat,dog.")] = "",
-    purpose: Annotated[str, typer.Option(help="What for, in plain words (default: that of the run).")] = "",
-    contact: Annotated[str, typer.Option(help="Who answers questions (default: that of the run).")] = "",
+    classifiers: Annotated[list[str], Argument(help="Runs, exported classifiers, or zero-shot.")],
+    classes: Annotated[str, Option(help="Class names for zero-shot alone, e.g. cat,dog.")] = "",
+    purpose: Annotated[str, Option(help="What for, in plain words (default: that of the run).")] = "",
+    contact: Annotated[str, Option(help="Who answers questions (default: that of the run).")] = "",
     as_json: Json = False,
 ) -> None:
     """Measure classifiers on the test samples of all sites.
@@ -252,9 +253,9 @@ def evaluate(
 @command("Run", "fedvlm deploy reference fed/server --data public --encoder demo")
 def reference(
     folder: Server,
-    data: Annotated[str, typer.Option(help="Public images; their labels are not used.")],
-    encoder: Annotated[str, typer.Option(help="Encoder of the sites.")],
-    patches: Annotated[bool, typer.Option("--patches", help="Also embed image patches.")] = False,
+    data: Annotated[str, Option(help="Public images; their labels are not used.")],
+    encoder: Annotated[str, Option(help="Encoder of the sites.")],
+    patches: Annotated[bool, Option("--patches", help="Also embed image patches.")] = False,
 ) -> None:
     """Embed public images for methods that need a reference set."""
     from fedvlm.deploy.server.run import write_reference
@@ -282,11 +283,11 @@ def policy(folder: Site) -> None:
 )
 def consent(
     folder: Site,
-    by: Annotated[str, typer.Option(help="Name of the person who decides, from `deploy people`.")] = "",
-    plan: Annotated[str, typer.Option(help="Beginning of the hash of the plan that is decided on.")] = "",
-    days: Annotated[float, typer.Option(help="Days the consent is valid.")] = 1.0,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw every consent.")] = False,
-    refuse: Annotated[str, typer.Option(help="Refuse with this reason, which stays at the site.")] = "",
+    by: Annotated[str, Option(help="Name of the person who decides, from `deploy people`.")] = "",
+    plan: Annotated[str, Option(help="Beginning of the hash of the plan that is decided on.")] = "",
+    days: Annotated[float, Option(help="Days the consent is valid.")] = 1.0,
+    withdraw: Annotated[bool, Option("--withdraw", help="Withdraw every consent.")] = False,
+    refuse: Annotated[str, Option(help="Refuse with this reason, which stays at the site.")] = "",
 ) -> None:
     """Show, accept or refuse a request that needs consent.
 
@@ -323,10 +324,10 @@ def consent(
 )
 def people(
     folder: Site,
-    add: Annotated[str, typer.Option(help="Add this person, or change the person's secret or role.")] = "",
-    role: Annotated[str, typer.Option(help="operator: refuses and withdraws; approver: also consents.")] = "operator",
-    password: Annotated[bool, typer.Option("--password", help="Ask for a password instead of making a token.")] = False,
-    remove: Annotated[str, typer.Option(help="Remove this person.")] = "",
+    add: Annotated[str, Option(help="Add this person, or change the person's secret or role.")] = "",
+    role: Annotated[str, Option(help="operator: refuses and withdraws; approver: also consents.")] = "operator",
+    password: Annotated[bool, Option("--password", help="Ask for a password instead of making a token.")] = False,
+    remove: Annotated[str, Option(help="Remove this person.")] = "",
 ) -> None:
     """List, add or remove the people who decide at a site."""
     from fedvlm.deploy.kits import read_site
@@ -350,7 +351,7 @@ def people(
 
 
 @command("Keys and backups", "fedvlm deploy backup fed/server server.backup")
-def backup(folder: Folder, file: Annotated[Path, typer.Argument(help="New file; it contains private keys.")]) -> None:
+def backup(folder: Folder, file: Annotated[Path, Argument(help="New file; it contains private keys.")]) -> None:
     """Back up a server's or a site's folder to one file."""
     from fedvlm.deploy.kits import write_backup
 
@@ -359,8 +360,8 @@ def backup(folder: Folder, file: Annotated[Path, typer.Argument(help="New file; 
 
 @command("Keys and backups", "fedvlm deploy restore server.backup fed/server")
 def restore(
-    file: Annotated[Path, typer.Argument(help="File written by `backup`.")],
-    folder: Annotated[Path, typer.Argument(help="New folder.")],
+    file: Annotated[Path, Argument(help="File written by `backup`.")],
+    folder: Annotated[Path, Argument(help="New folder.")],
 ) -> None:
     """Restore a folder from a backup.
 
@@ -417,7 +418,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
 def log(
     folder: Folder,
     as_json: Json = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Keep printing new events.")] = False,
 ) -> None:
     """Print the events of a server or a site."""
     from time import sleep
@@ -441,8 +442,8 @@ def log(
 @command("Run", "fedvlm deploy runs fed/server", "fedvlm deploy runs fed/server --stop")
 def runs(
     folder: Server,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop the current run.")] = False,
-    resume: Annotated[str, typer.Option(help="Resume the run of this name.")] = "",
+    stop: Annotated[bool, Option("--stop", help="Stop the current run.")] = False,
+    resume: Annotated[str, Option(help="Resume the run of this name.")] = "",
     as_json: Json = False,
 ) -> None:
     """List, stop or resume a server's runs."""
@@ -469,7 +470,7 @@ def runs(
 
 
 @command("Monitor", "fedvlm deploy watch fed/server --port 8080")
-def watch(folder: Folder, port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0) -> None:
+def watch(folder: Folder, port: Annotated[int, Option(help="Port of the page; 0 takes a free one.")] = 0) -> None:
     """Serve a live page of a server or a site on this machine.
 
     Ctrl-C stops it.
@@ -481,7 +482,7 @@ def watch(folder: Folder, port: Annotated[int, typer.Option(help="Port of the pa
 
 def ledger(
     folder: Site,
-    head: Annotated[str, typer.Option(help="Check that this earlier head is still in the ledger.")] = "",
+    head: Annotated[str, Option(help="Check that this earlier head is still in the ledger.")] = "",
     as_json: Json = False,
 ) -> None:
     """Show and verify the ledger of what left a site.
@@ -523,11 +524,11 @@ def _describe_line(line: dict[str, Any]) -> str:
 
 
 def export_app(
-    kind: Annotated[str, typer.Argument(help="Kind of app: flower.")],
-    folder: Annotated[Path, typer.Argument(help="New folder of the app.")],
-    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
-    method: Annotated[str | None, typer.Option(help="Method (default: auto, or that of the experiment).")] = None,
-    data: Annotated[str | None, typer.Option(help="Data, unless every node has its own.")] = None,
+    kind: Annotated[str, Argument(help="Kind of app: flower.")],
+    folder: Annotated[Path, Argument(help="New folder of the app.")],
+    file: Annotated[str | None, Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, Option(help="Method (default: auto, or that of the experiment).")] = None,
+    data: Annotated[str | None, Option(help="Data, unless every node has its own.")] = None,
     encoder: Encoder = None,
     set_: Set = None,
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from fedvlm.cli.deploy import Folder, Server, Site, command, deploy_app
 from fedvlm.cli.options import echo_error
@@ -14,8 +15,8 @@ __all__ = ["deploy_app"]  # with these commands
 @command("Set up", "fedvlm deploy join-request north --name north --invitation invitation.json", name="join-request")
 def join_request(
     folder: Site,
-    name: Annotated[str | None, typer.Option(help="Name of the site.")] = None,
-    invitation: Annotated[Path | None, typer.Option(help="The server's invitation.json.")] = None,
+    name: Annotated[str | None, Option(help="Name of the site.")] = None,
+    invitation: Annotated[Path | None, Option(help="The server's invitation.json.")] = None,
 ) -> None:
     """Create a site's key and its request to join."""
     from fedvlm.deploy.identity.enrolment import create_join_request
@@ -31,8 +32,8 @@ def _tell_request(request: Any) -> None:
 @command("Set up", "fedvlm deploy admit fed/server request.json")
 def admit(
     folder: Server,
-    request: Annotated[Path, typer.Argument(help="The site's request.json.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: you have compared the fingerprint.")] = False,
+    request: Annotated[Path, Argument(help="The site's request.json.")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask: you have compared the fingerprint.")] = False,
 ) -> None:
     """Admit a site after you have compared the fingerprint."""
     from fedvlm.deploy.identity.enrolment import admit_site, read_request
@@ -51,7 +52,7 @@ def admit(
 
 
 @command("Set up", "fedvlm deploy accept north north.json")
-def accept(folder: Site, file: Annotated[Path, typer.Argument(help="The NAME.json that the server sent.")]) -> None:
+def accept(folder: Site, file: Annotated[Path, Argument(help="The NAME.json that the server sent.")]) -> None:
     """Install the certificate that the server sent to a site."""
     from fedvlm.deploy.identity.certificates import describe_validity
     from fedvlm.deploy.identity.enrolment import accept_certificate
@@ -76,7 +77,7 @@ def renew(folder: Folder) -> None:
 
 
 @command("Keys and backups", "fedvlm deploy revoke fed/server north")
-def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Name of the site.")]) -> None:
+def revoke(folder: Server, site: Annotated[str, Argument(help="Name of the site.")]) -> None:
     """Revoke a site's key, effective immediately."""
     from fedvlm.deploy.identity.enrolment import revoke_site
     from fedvlm.deploy.kits import read_server
@@ -102,10 +103,10 @@ def keys(folder: Folder) -> None:
 )
 def withdraw(
     folder: Folder,
-    file: Annotated[Path | None, typer.Argument(help="At the server: the file that the site sent.")] = None,
-    by: Annotated[str, typer.Option(help="At a site: name of the person who decides.")] = "",
+    file: Annotated[Path | None, Argument(help="At the server: the file that the site sent.")] = None,
+    by: Annotated[str, Option(help="At a site: name of the person who decides.")] = "",
     record: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a run outside the server's folder. Repeatable.")
+        list[Path] | None, Option(help="Folder of a run outside the server's folder. Repeatable.")
     ] = None,
 ) -> None:
     """Withdraw a site from all later rounds.
@@ -130,8 +131,8 @@ def withdraw(
 @command("Run", "fedvlm deploy join fed/server runs/tofa west")
 def join(
     folder: Server,
-    run: Annotated[str, typer.Argument(help="Name or folder of a finished run.")],
-    site: Annotated[str, typer.Argument(help="Name of the late site, which must be running.")],
+    run: Annotated[str, Argument(help="Name or folder of a finished run.")],
+    site: Annotated[str, Argument(help="Name of the late site, which must be running.")],
 ) -> None:
     """Give a late site its classifier from a finished run.
 
@@ -154,11 +155,11 @@ def join(
 )
 def peers(
     folder: Site,
-    add: Annotated[str, typer.Option(help="Name of the site whose fingerprint you have compared.")] = "",
-    fingerprint: Annotated[str, typer.Option(help="What a person at the other site reads out.")] = "",
-    by: Annotated[str, typer.Option(help="Name of the person who compared it.")] = "",
-    renew: Annotated[bool, typer.Option("--renew", help="Replace the fingerprint: the site has a new key.")] = False,
-    remove: Annotated[str, typer.Option(help="Name of a site to take off the list.")] = "",
+    add: Annotated[str, Option(help="Name of the site whose fingerprint you have compared.")] = "",
+    fingerprint: Annotated[str, Option(help="What a person at the other site reads out.")] = "",
+    by: Annotated[str, Option(help="Name of the person who compared it.")] = "",
+    renew: Annotated[bool, Option("--renew", help="Replace the fingerprint: the site has a new key.")] = False,
+    remove: Annotated[str, Option(help="Name of a site to take off the list.")] = "",
 ) -> None:
     """List, add or remove sites whose keys you have compared.
 
@@ -190,8 +191,8 @@ def peers(
 
 @command("Run", "fedvlm deploy verify fed/server/runs/auto", "fedvlm deploy verify run --site north")
 def verify(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, or of one transcript.")],
-    site: Annotated[Path | None, typer.Option(help="Folder of a site, whose peers are compared.")] = None,
+    run: Annotated[Path, Argument(help="Folder of a run, or of one transcript.")],
+    site: Annotated[Path | None, Option(help="Folder of a site, whose peers are compared.")] = None,
 ) -> None:
     """Verify the transcript of a verified sum offline."""
     from fedvlm.deploy.site.peers import read_peers

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat, echo_error
 from fedvlm.cli.progress import progress
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from fedvlm.runner.settings import Settings
 
 
-NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write the report page.")]
+NoReport = Annotated[bool, Option("--no-report", help="Do not write the report page.")]
 Sweep = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid.")
+    list[str] | None, Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid.")
 ]
 
 
@@ -41,7 +42,7 @@ class _Command:
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs.")] = Path("runs/demo"),
+    out: Annotated[Path, Option("--output", "-o", help="Folder of the runs.")] = Path("runs/demo"),
     no_report: NoReport = False,
     quiet: Quiet = False,
 ) -> None:
@@ -54,39 +55,31 @@ def demo(
 
 
 def run(
-    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
-    method: Annotated[str | None, typer.Option(help="Method (default: auto; see `fedvlm list methods`).")] = None,
-    data: Annotated[str | None, typer.Option(help="Path of your data or a data set's name (default: demo).")] = None,
+    file: Annotated[str | None, Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, Option(help="Method (default: auto; see `fedvlm list methods`).")] = None,
+    data: Annotated[str | None, Option(help="Path of your data or a data set's name (default: demo).")] = None,
     encoder: Encoder = None,
     source: Source = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seed; repeat for several (default: 0).")] = None,
+    seed: Annotated[list[int] | None, Option(help="Seed; repeat for several (default: 0).")] = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the run (default: runs/NAME).")] = None,
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the run (default: runs/NAME).")] = None,
     smoke: Smoke = False,
     again: Force = False,
-    allow_small: Annotated[
-        bool, typer.Option("--allow-small", help="Also upload statistics of small classes.")
-    ] = False,
+    allow_small: Annotated[bool, Option("--allow-small", help="Also upload statistics of small classes.")] = False,
     attack: Annotated[
-        str | None, typer.Option(help="Simulate an attack: sign-flip, scale, label-flip, noise or collude.")
+        str | None, Option(help="Simulate an attack: sign-flip, scale, label-flip, noise or collude.")
     ] = None,
-    attacker_fraction: Annotated[
-        float | None, typer.Option(help="Fraction of malicious clients (default: 0.1).")
-    ] = None,
-    attack_strength: Annotated[float | None, typer.Option(help="Strength of the attack (default: by kind).")] = None,
+    attacker_fraction: Annotated[float | None, Option(help="Fraction of malicious clients (default: 0.1).")] = None,
+    attack_strength: Annotated[float | None, Option(help="Strength of the attack (default: by kind).")] = None,
     no_report: NoReport = False,
-    tune: Annotated[
-        list[str] | None, typer.Option(help="Setting to tune on validation samples, e.g. lr, or none.")
-    ] = None,
+    tune: Annotated[list[str] | None, Option(help="Setting to tune on validation samples, e.g. lr, or none.")] = None,
     no_baselines: Annotated[
-        bool, typer.Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")
+        bool, Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")
     ] = False,
-    track: Annotated[
-        list[str] | None, typer.Option(help="Log to tensorboard:DIR or mlflow:ADDRESS. Repeatable.")
-    ] = None,
+    track: Annotated[list[str] | None, Option(help="Log to tensorboard:DIR or mlflow:ADDRESS. Repeatable.")] = None,
     form: TableFormat = "text",
     sweep: Sweep = None,
-    on: Annotated[str, typer.Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
+    on: Annotated[str, Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
     import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
@@ -276,13 +269,13 @@ def _next_steps(home: Path, records: "Sequence[Record]") -> str:
 
 
 def reproduce(
-    item: Annotated[str, typer.Argument(help="Table or figure, e.g. fedot-v1/T1 (see `fedvlm list papers`).")],
+    item: Annotated[str, Argument(help="Table or figure, e.g. fedot-v1/T1 (see `fedvlm list papers`).")],
     smoke: Smoke = False,
     form: TableFormat = "text",
-    data: Annotated[str | None, typer.Option(help="Use other data, e.g. demo.")] = None,
+    data: Annotated[str | None, Option(help="Use other data, e.g. demo.")] = None,
     encoder: Encoder = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the runs.")] = None,
     again: Force = False,
     quiet: Quiet = False,
 ) -> None:
