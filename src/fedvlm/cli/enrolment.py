@@ -98,8 +98,8 @@ def keys(folder: Folder) -> None:
 
 @command(
     "Consent and policy",
-    "fedvlm deploy withdraw north --by 'Dr Lee'",
-    "fedvlm deploy withdraw fed/server withdrawal.json",
+    "fedvlm deploy withdraw a --by Lee",
+    "fedvlm deploy withdraw fed/server withdrawal.safetensors",
 )
 def withdraw(
     folder: Folder,
