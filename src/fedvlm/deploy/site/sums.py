@@ -40,7 +40,7 @@ from fedvlm.deploy.messages import (
 )
 from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.peers import check_members, read_peers
+from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
 from fedvlm.deploy.site.training import SiteTraining
 from fedvlm.deploy.statements import (
@@ -301,12 +301,8 @@ class SumMember:
         given = {key.removeprefix("plan/"): value for key, value in sent.items() if key.startswith("plan/")}
         state = {key.removeprefix("state/"): value for key, value in sent.items() if key.startswith("state/")}
         self._check_plan(plan, given, site_training, world)
-        ends, peers = read_ends(fields.statements, plan, state), read_peers(self.kit.folder)
-        fingerprints = {
-            member.name: key_fingerprint(self.federation, member.name, member.key) for member in plan.members
-        }
-        signers = [name for name in ends if name in peers and peers[name].fingerprint == fingerprints[name]]
-        if len(signers) < policy.sum_of:
+        read_ends(fields.statements, plan, state)
+        if count_signers(self.kit.folder, self.federation, plan) < policy.sum_of:
             raise RequestRefused("sum of", least=policy.sum_of)
         world = replace(world, frozen=frozen_of_plan(plan, given, world.frozen))
         local = tensors.copy(world.method.init(world.frozen)[1])
@@ -511,16 +507,16 @@ def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
         x, y = world.read(rows), world.y[torch.from_numpy(rows)]
         for sample, label in zip(x, y.tolist(), strict=True):
             digest = sha256(sample.contiguous().numpy().tobytes()).hexdigest()[:16]
-            for key in label_keys(label):
+            for key in label_keys(label, world.frozen.classes):
                 out.setdefault(key, []).append(digest)
-    return {label: sorted(out[label]) for label in sorted(out)}
+    return {name: sorted(out[name]) for name in sorted(out)}
 
 
-def label_keys(label: int | list[int]) -> list[str]:
-    """Return what tells the samples of a label from others: the class, or each known finding."""
+def label_keys(label: int | list[int], classes: Sequence[str]) -> list[str]:
+    """Return what tells samples apart: the class by its name, as the server chooses the order, or each known finding."""
     if isinstance(label, int):
-        return [str(label)]
-    return [f"{finding} {value}" for finding, value in enumerate(label) if value >= 0] or ["unknown"]
+        return [classes[label]]
+    return [f"{name} {value}" for name, value in zip(classes, label, strict=True) if value >= 0] or ["unknown"]
 
 
 def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:
