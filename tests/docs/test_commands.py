@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md"))
 FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
 SERVERS = ("hospitals", "3-first-federation")  # with real processes
+SHOWN = [("researcher", "researcher"), ("hospitals", "hospital")]
+SHOWN += [("scikit-learn", "from_scikit_learn"), ("epsilon", "given_epsilon")]
 LIMIT = 900  # seconds; most of a page with servers is waiting
 
 
@@ -47,7 +49,7 @@ def test_pages_have_commands_and_no_block_that_is_not_run():
         assert {kind for kind, _ in blocks(page)} == {"sh"}, page.name
 
 
-@pytest.mark.parametrize(("page", "script"), [("researcher", "researcher"), ("hospitals", "hospital")])
+@pytest.mark.parametrize(("page", "script"), SHOWN)
 def test_a_tutorial_shows_the_script_that_it_runs(page, script):
     text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
     assert f":::{{literalinclude}} ../../examples/{script}.py\n" in text
@@ -74,6 +76,20 @@ def test_commands_run_as_written(page, tmp_path):
         finally:
             end_group(script.pid)
     assert code == 0, log.read_text()[-3000:]
+
+
+@pytest.mark.slow
+def test_examples_of_the_readme_run_as_they_stand(tmp_path):
+    [shell] = [text for kind, text in blocks(ROOT / "README.md") if kind == "sh"]
+    [python] = [text for kind, text in blocks(ROOT / "README.md") if kind == "python"]
+    images = blocks(ROOT / "docs" / "start" / "2-own-images.md")[0][1]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = f"{images}\n{shell}\npython -c '{python}'\n"
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "images/north/circle/0.png," in done.stdout
+    assert (tmp_path / "classifiers" / "noto" / "classifier.safetensors").exists()
 
 
 def end_group(pid):

@@ -40,7 +40,7 @@ from fedvlm.deploy.messages import (
 )
 from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.peers import check_members, read_peers
+from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
 from fedvlm.deploy.site.training import SiteTraining
 from fedvlm.deploy.statements import (
@@ -274,23 +274,27 @@ class SumMember:
         if not path.exists() or world.channel.noise_multiplier:
             return
         known = read_json(path)
-        before, now = ({label: set(rows) for label, rows in of.items()} for of in (known["samples"], samples))
-        if not any(rows & now.get(label, set()) for label, rows in before.items()):
+        now = {name: set(rows) for name, rows in samples.items()}
+        snapshots = [{name: set(rows) for name, rows in of.items()} for of in known["samples"]]
+        snapshots = [of for of in snapshots if any(rows & now.get(name, set()) for name, rows in of.items())]
+        if not snapshots:
             return
         member_sets = {frozenset(members) for members in known["members"]}
         if len({*member_sets, frozenset(member_fingerprints(plan))}) - 1 > policy.member_changes:
             raise RequestRefused("member change")
-        for label in {*before, *now}:
-            changed = len(before.get(label, set()) ^ now.get(label, set()))
-            if 0 < changed < policy.min_class_samples:
-                raise RequestRefused("data change", count=changed, least=policy.min_class_samples)
+        for before in snapshots:  # of every sum that has left, because the server may compare any two
+            for name in {*before, *now}:
+                changed = len(before.get(name, set()) ^ now.get(name, set()))
+                if 0 < changed < policy.min_class_samples:
+                    raise RequestRefused("data change", count=changed, least=policy.min_class_samples)
 
     def remember(self, plan: Plan, samples: Mapping[str, list[str]]) -> None:
         """Keep members and samples of a sum, before its first upload leaves."""
         path = self.kit.folder / "state" / HISTORY_FILE
-        members = read_json(path)["members"] if path.exists() else []
-        own = sorted(member_fingerprints(plan))
-        write_json(path, {"members": [*(other for other in members if other != own), own], "samples": dict(samples)})
+        known = read_json(path) if path.exists() else {"members": [], "samples": []}
+        for key, value in (("members", sorted(member_fingerprints(plan))), ("samples", dict(samples))):
+            known[key] = [*(other for other in known[key] if other != value), value]
+        write_json(path, known)
 
     def join(
         self, fields: SumRequest, sent: Tensors, site_training: SiteTraining, world: World, policy: Policy
@@ -300,12 +304,8 @@ class SumMember:
         given = {key.removeprefix("plan/"): value for key, value in sent.items() if key.startswith("plan/")}
         state = {key.removeprefix("state/"): value for key, value in sent.items() if key.startswith("state/")}
         self._check_plan(plan, given, site_training, world)
-        ends, peers = read_ends(fields.statements, plan, state), read_peers(self.kit.folder)
-        fingerprints = {
-            member.name: key_fingerprint(self.federation, member.name, member.key) for member in plan.members
-        }
-        signers = [name for name in ends if name in peers and peers[name].fingerprint == fingerprints[name]]
-        if len(signers) < policy.sum_of:
+        read_ends(fields.statements, plan, state)
+        if count_signers(self.kit.folder, self.federation, plan) < policy.sum_of:
             raise RequestRefused("sum of", least=policy.sum_of)
         world = replace(world, frozen=frozen_of_plan(plan, given, world.frozen))
         local = tensors.copy(world.method.init(world.frozen)[1])
@@ -507,8 +507,8 @@ def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
         x, y = world.read(rows), world.y[torch.from_numpy(rows)]
         for sample, label in zip(x, y.tolist(), strict=True):
             digest = sha256(sample.contiguous().numpy().tobytes()).hexdigest()[:16]
-            out.setdefault(str(label), []).append(digest)
-    return {label: sorted(out[label]) for label in sorted(out)}
+            out.setdefault(world.frozen.classes[label], []).append(digest)  # the server chooses the classes' order
+    return {name: sorted(out[name]) for name in sorted(out)}
 
 
 def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:
