@@ -66,7 +66,7 @@ class Site:
         self.verify = Verifier(kit.folder / "server.pub")
         self.ledger = Ledger(kit.folder)
         self.budget = PrivacyBudget(self.ledger.history())
-        self.handler = TrainingHandler(listener=self)
+        self.handler = TrainingHandler(on_adapted=self.on_adapted)
         federation = federation_id((kit.folder / "server.pub").read_bytes(), (kit.folder / "ca.crt").read_bytes())
         self.sums = SumMember(kit, self.sign, federation, self.on_sum_ended)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
