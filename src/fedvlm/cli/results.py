@@ -47,6 +47,9 @@ def compare(
     all_columns: Annotated[bool, Option("--all", help="Add a column for each domain or client.")] = False,
     traffic: Annotated[bool, Option("--traffic", help="Add rounds and kilobytes per client.")] = False,
     columns: Annotated[str, Option(help="More columns, e.g. balanced,F1,AUC,worst,method.lr.")] = "",
+    subgroups: Annotated[
+        str, Option(help="Print AUC, or the metric of --columns, by this column of subgroups, e.g. sex.")
+    ] = "",
     paper: Annotated[bool, Option("--paper", help="Compare with the published tables.")] = False,
     item: Annotated[str, Option(help="Compare with this table or figure, e.g. fedot-v1/T1.")] = "",
 ) -> None:
@@ -64,6 +67,11 @@ def compare(
         typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
         return
     column_names = [name.strip() for name in columns.split(",") if name.strip()]
+    if subgroups:
+        from fedvlm.report.subgroups import compare_subgroups
+
+        typer.echo(compare_subgroups(results, subgroups, column_names, form), nl=False)
+        return
     table = render(results, form, all_columns, traffic=traffic, extra_columns=column_names)
     typer.echo(table, nl=False)
 
@@ -195,7 +203,8 @@ def plot(
     kind: Annotated[
         str,
         Option(
-            help="Kind of plot: rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne or heat "
+            help="Kind of plot: rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne, heat or "
+            "subgroups "
             "(default: reliability, decision curve and rounds of one run)."
         ),
     ] = "",

@@ -183,7 +183,14 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
     return replace(settings, method=trial.method, tune=())
 
 
-MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
+MANIFEST_FIELDS = (
+    "encoder",
+    "classes",
+    "multi_label",
+    "dim",
+    "scale",
+    "template",
+)  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
@@ -506,13 +513,14 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
 
 def _join_training(run: DeployedRun, site: str, settings: Settings, training: Training, seed: int) -> Any:
     """Let a site adapt to a finished training; its classifier stays with it."""
-    record, method, name = run.record, settings.method, file_name(training, seed)
+    record, name = run.record, file_name(training, seed)
     engine, manifest = run.open_training(settings, training, seed), record.manifest
     text = None if manifest["text"] is None else torch.tensor(manifest["text"])
     about = {key: manifest[key] for key in (*MANIFEST_FIELDS, "local") if key in manifest}
     engine.sites[RUN_NAME] = SiteOpening(about, engine.sites[site].first, text)
     if reason := engine.describe_difference(RUN_NAME, site):
         raise FederationError(f"{site} cannot join: {reason}")
+    method = run.make_terms(settings, engine, seed)[0].method
     sent = method.send(record.outcome(training.name, seed)[0], site)
     Ledger(run.kit.folder).add("out", method.rounds, sent, kind="join", site=site, run=record.folder.name)
     if isinstance(engine, SumEngine):
