@@ -95,9 +95,7 @@ class TrainingHandler:
     """Answer rounds and adaptations of the known trainings."""
 
     trainings: dict[str, ClientTraining] = field(default_factory=dict)
-    on_adapted: Callable[[ClientTraining, Tensors, Tensors], None] | None = (
-        None  # with what was sent and what came
-    )
+    on_adapted: Callable[[ClientTraining, Tensors, Tensors], None] | None = None  # with what was sent and what came
 
     def answer(self, message: Message, state: Message) -> tuple[Message, Message]:
         """Return the reply and the new state; `local` is in the state and never in the reply."""
