@@ -200,10 +200,7 @@ def _bound_totals(upload_round: UploadRound, place: int, factor: float, limit: f
 
 
 def combine_uploads(upload_round: UploadRound, rule: str, dots: Tensor) -> Tensors:
-    """Combine all uploads by a robust rule: their changes, or the means of their totals.
-
-    Shares of krum and the geometric median are of all tensors at once, of totals unit by unit.
-    """
+    """Combine all uploads by a robust rule: changes with all tensors at once, means of totals unit by unit."""
     if upload_round.upload_sum != "total":
         client_weights = WEIGHTS_FROM_DOTS[rule](dots) if rule in WEIGHTS_FROM_DOTS else None
         out = {}

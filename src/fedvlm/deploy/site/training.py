@@ -69,11 +69,7 @@ def load_site_training(
     policy: Policy,
     resumes: bool = True,  # a run that has begun here; else the data of today are taken, if they may be
 ) -> SiteTraining:
-    """Load a site's own samples for one training.
-
-    The server chooses classes and method; how samples are split is the site's choice, unless the policy allows
-    otherwise.
-    """
+    """Load a site's samples for one training; how they are split is the site's choice, unless its policy leaves it."""
     seed = int(spec["seed"])
     if not kit.plays:
         policy.check_partition(settings.clients)

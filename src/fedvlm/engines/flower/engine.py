@@ -234,8 +234,7 @@ class InProcessEngine(FlowerEngine):
         self.n_planted = 0
 
     def version(self, id: str, local: Local) -> int:
-        """Return the version of local tensors; those that the client does not have (initial ones, a checkpoint's) are
-        stored first."""
+        """Return the version of local tensors; those that the client does not have are stored there first."""
         local = as_tensors(local)
         for version, tensors in self.known_versions[id].items():
             if tensors is local:
