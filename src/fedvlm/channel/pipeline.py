@@ -60,10 +60,7 @@ class UploadPipeline:
         return steps.apply_change(upload, sent, change)
 
     def cost(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return what a round costs each client, as 1/z² of its own Gaussian mechanism.
-
-        In a verified sum there is more noise, but a client cannot know that the others add theirs.
-        """
+        """Return a round's cost for each client as 1/z²; in a sum, nobody knows that the others add their noise."""
         if not self.channel.noise_multiplier:
             return {}
         return dict.fromkeys(weights, sum(step.cost(1.0) for step in self.steps))

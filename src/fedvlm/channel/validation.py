@@ -79,10 +79,7 @@ class UploadValidator:
             self.uploaded.clear()
 
     def find_majority(self, number: int, uploads: Mapping[str, Tensors], sent: Mapping[str, Tensors]) -> None:
-        """Find the schema that most clients upload which were sent the same.
-
-        Of two that are equally frequent it is the one that is more like what was sent.
-        """
+        """Find the schema that most clients upload which were sent the same; in a tie, one like what was sent."""
         self._start_round(number)
         groups: dict[str, dict[str, Schema]] = {}
         for id in sorted(uploads):

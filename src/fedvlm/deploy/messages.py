@@ -161,10 +161,7 @@ class RoundRequest(Header):
 
 
 class SumRequest(Header):
-    """Ask a member of a verified sum for its next step; statements of all members come with it.
-
-    The steps are to agree to a plan, to sum class counts, to sum uploads of a round, to end, and to join late.
-    """
+    """Ask a member of a verified sum for its next step; statements of all members come with it."""
 
     client: Text
     plan: Annotated[str, StringConstraints(max_length=4_000_000)] = ""  # canonical bytes, where a session begins

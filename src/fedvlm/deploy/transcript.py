@@ -10,7 +10,7 @@ import torch
 from fedvlm.channel.verified import Vector
 from fedvlm.core import Tensors
 from fedvlm.deploy.identity.certificates import key_fingerprint
-from fedvlm.deploy.plan import Plan, read_plan
+from fedvlm.deploy.plan import Plan, hash_tensors, read_plan
 from fedvlm.deploy.site.peers import Peer, normalise_fingerprint
 from fedvlm.deploy.statements import (
     COUNTS_ROUND,
@@ -24,8 +24,6 @@ from fedvlm.deploy.statements import (
     read_agreements,
     read_ends,
     read_uploads,
-    session_id,
-    state_digest,
     to_vector,
 )
 from fedvlm.errors import DataError, FederationError, FedVLMError
@@ -122,9 +120,10 @@ def _verify(transcript: Transcript, peers: Mapping[str, Peer]) -> list[str]:
             raise FederationError(f"the key of {name} is not the one that {peers[name].compared_by} compared")
     compared = [name for name in names if name in peers]
     agreements = read_agreements(transcript.read_agreements(), plan)
-    session, previous, rounds = session_id(agreements), hash_statements(agreements), settings.method.rounds
+    session = previous = hash_statements(agreements)  # of plan, members and all session keys
+    rounds = settings.method.rounds
     entries, vectors, _ = transcript.read_sum(COUNTS_ROUND)
-    expected = expected_upload(session, COUNTS_ROUND, state_digest({}), previous)
+    expected = expected_upload(session, COUNTS_ROUND, hash_tensors({}), previous)
     previous = hash_statements(read_uploads(entries, vectors, plan, expected))
     end_entries, final = transcript.read_end()
     after = None
@@ -133,7 +132,7 @@ def _verify(transcript: Transcript, peers: Mapping[str, Peer]) -> list[str]:
         if after is not None:
             check_same_state(after, state)
         statements = read_uploads(
-            entries, vectors, plan, expected_upload(session, number, state_digest(state), previous)
+            entries, vectors, plan, expected_upload(session, number, hash_tensors(state), previous)
         )
         layout = statements[names[0]].layout
         total, _ = open_sum(vectors.values(), layout, is_total(settings))
@@ -148,7 +147,7 @@ def _verify(transcript: Transcript, peers: Mapping[str, Peer]) -> list[str]:
         f"plan {plan.hash[:16]}: {settings.method.name}, {rounds} rounds, {len(names)} members",
         f"session {session[:16]}: every member agreed to this plan and these members",
         f"{len(names) * (rounds + 1)} masked uploads are signed, and their sums lead to every state",
-        f"the final state {state_digest(final)[:16]} is signed by {', '.join(names)}",
+        f"the final state {hash_tensors(final)[:16]} is signed by {', '.join(names)}",
         *(f"{name}: fingerprint {fingerprints[name]}{'' if name in peers else ' (not compared)'}" for name in names),
         *([] if compared else ["no fingerprint was compared: name a site's folder with --site"]),
     ]

@@ -167,10 +167,7 @@ MAX_CLIENTS_PER_CHUNK = 32
 
 
 def make_chunks(world: client.World, tasks: Sequence[client.Task], chunk_factor: int = 1) -> list[list[client.Task]]:
-    """Group tasks by size, largest first, so that little is padded and processes end together.
-
-    `times` as much as suits the cache of a core may be together.
-    """
+    """Group tasks by size, largest first, so that little is padded and processes end together."""
     width = 4 * prod(world.x.shape[1:])
     out: list[list[client.Task]] = []
     longest = local_bytes = 0

@@ -146,10 +146,7 @@ class World(TrainingTerms):
 
 @dataclass(frozen=True)
 class RemoteState:
-    """The version of local tensors that are at their client, as the server knows it.
-
-    A version is the number of the round that made it plus one, and 0 before any.
-    """
+    """The version of local tensors at their client: the round that made it plus one, 0 before any."""
 
     version: int = 0
     names: tuple[str, ...] = ()  # of the tensors, as far as the server knows them
@@ -411,10 +408,7 @@ def pool_groups(logits: Tensor, y: Tensor, groups: Tensor, rule: GroupRule) -> t
 
 
 def limit_small_classes(world: World, id: str, client: Client) -> Client:
-    """Leave out of an upload what comes from too few groups: a patient with 40 images counts once.
-
-    A method counts samples by itself; here the samples of a class with too few groups get no label.
-    """
+    """Remove the labels of classes with too few groups, so that a patient with 40 images counts once."""
     minimum = world.method.traits.classes.min_class_samples or 1
     if world.groups is None or minimum <= 1:
         return client

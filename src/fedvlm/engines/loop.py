@@ -98,10 +98,7 @@ def run_rounds(
 
 
 def sum_limits(terms: client.TrainingTerms, plan: Plan) -> Tensors:
-    """Sum the class counts of a verified sum's members first; return what their uploads may hold.
-
-    Between machines the sites do this themselves.
-    """
+    """Sum the class counts of a verified sum first, as sites do by themselves; return what uploads may hold."""
     if not terms.channel.verified or not isinstance(terms, client.World):
         return {}
     if len(plan.train) < MIN_SUM_MEMBERS:
@@ -223,10 +220,7 @@ class _Training:
     def _run_in_parts(
         self, state: State, receiver: UploadReceiver, everyone: Sequence[str], ids: Sequence[str]
     ) -> _RoundResult:
-        """Run a round of a large federation: uploads are summed as they come, and none is kept.
-
-        Clients are compared with those of their part, which have similar numbers of samples: little is padded.
-        """
+        """Run a round of a large federation by clients of similar size; uploads are summed as they come."""
         sizes = self.terms.members if isinstance(self.terms, client.World) else {}
         by_size = sorted(everyone, key=lambda id: -len(sizes[id].train)) if sizes else everyone
         tasks: dict[str, client.Task] = {}

@@ -58,10 +58,7 @@ class JoinRequest:
 
 
 def create_join_request(folder: Path, invitation: Path | None = None, site: str | None = None) -> JoinRequest:
-    """Create a key in the site's folder and the request to send; return the pending one if there is one.
-
-    A site that has a certificate requests a new key under its name.
-    """
+    """Create a key and the request to send, or return the pending one; a site with a certificate asks for a new key."""
     path = folder / JOIN_REQUEST_FILE
     if path.exists() and (folder / NEXT_KEY_FILE).exists():
         request = read_signed_request(path)

@@ -89,8 +89,7 @@ class FederatedTuning:
                 self.run.on_progress("tuning", done, tune.total_rounds(self.settings))
 
     def _open_trials(self, trials: list[tune.Trial]) -> None:
-        """Open every trial at every site first, so that a search over a site's budget is refused before it costs
-        anything."""
+        """Open every trial at every site first: a search over a site's budget is refused before it costs anything."""
         totals = {"key": self.key, **run_size(self.settings, self.run.kit.sites, self.seed)}
         for place, trial in enumerate(trials):
             plain = _trial_settings(self.settings, trial)

@@ -23,8 +23,6 @@ from fedvlm.deploy.statements import (
     read_agreements,
     read_ends,
     read_uploads,
-    session_id,
-    state_digest,
     to_vector,
 )
 from fedvlm.deploy.transcript import Transcript, to_entries
@@ -57,9 +55,9 @@ class SumEngine(RemoteEngine):
             entries = [reply.header["statement"] for reply in replies.values()]
             transcript.write_agreements(read_agreements(entries, self.plan))
         agreements = read_agreements(transcript.read_agreements(), self.plan)
-        self.session = session_id(agreements)
+        self.session = hash_statements(agreements)
         if not transcript.sum_path(COUNTS_ROUND).exists():
-            expected = expected_upload(self.session, COUNTS_ROUND, state_digest({}), hash_statements(agreements))
+            expected = expected_upload(self.session, COUNTS_ROUND, hash_tensors({}), hash_statements(agreements))
             self._collect("counts", COUNTS_ROUND, {"statements": to_entries(agreements)}, {}, expected)
 
     def _propose(self) -> tuple[Plan, Tensors]:
@@ -108,7 +106,7 @@ class SumEngine(RemoteEngine):
     def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         """Relay the uploads of the round before with the new state; return the sum of the new ones."""
         header, arrays, previous = self._last_uploads(number)
-        expected = expected_upload(self.session, number, state_digest(self.shared), previous)
+        expected = expected_upload(self.session, number, hash_tensors(self.shared), previous)
         statements, vectors = self._collect("sum", number, header, arrays, expected)
         layout = statements[self.plan.member_names[0]].layout
         total, scores = open_sum(vectors.values(), layout, is_total(self.plan.settings))

@@ -32,7 +32,7 @@ from fedvlm.deploy.identity.certificates import key_fingerprint
 from fedvlm.deploy.identity.keys import Signer
 from fedvlm.deploy.kits import SESSION_KEY_FILE, SiteKit, write_secret
 from fedvlm.deploy.messages import ECHOED_FIELDS, ReportedError, RequestRefused, SumRequest, encoder_fingerprint
-from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
+from fedvlm.deploy.plan import Plan, hash_tensors, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
@@ -59,9 +59,7 @@ from fedvlm.deploy.statements import (
     read_agreements,
     read_ends,
     read_uploads,
-    session_id,
     sign,
-    state_digest,
     to_vector,
 )
 from fedvlm.engines.client import Task, World, channel_noise
@@ -314,7 +312,8 @@ class _Step:
     def count(self, entries: Any) -> tuple[UploadStatement, Tensors, bool]:
         """Upload class counts, once every member has agreed to the same plan."""
         agreements = self._agreements(entries)
-        identity = expected_upload(session_id(agreements), COUNTS_ROUND, state_digest({}), hash_statements(agreements))
+        session = hash_statements(agreements)  # of plan, members and all session keys
+        identity = expected_upload(session, COUNTS_ROUND, hash_tensors({}), session)
         if stored := self._stored(COUNTS_ROUND, identity):
             return stored
         write_json(self.session.folder / "agreements.json", entries)
@@ -331,7 +330,7 @@ class _Step:
             raise ReportedError("sum", f"the plan has {rounds} rounds, and round {number} was asked for")
         state, previous, limits = self._check_round(number, entries, sent)
         agreements = self._agreements(read_json(self.session.folder / "agreements.json"))
-        identity = expected_upload(session_id(agreements), number, state_digest(state), previous)
+        identity = expected_upload(hash_statements(agreements), number, hash_tensors(state), previous)
         if stored := self._stored(number, identity):
             return stored
         world, id = self.world, self.name
@@ -355,14 +354,14 @@ class _Step:
         """Check the last round, adapt, sign the final state and erase the session's key."""
         path, rounds = self.session.folder / "end.json", self.world.method.rounds
         posted = {key[6:]: value for key, value in sent.items() if key.startswith("state/")}
-        if path.exists() and (stored := read_json(path))["statement"]["state"] == state_digest(posted):
+        if path.exists() and (stored := read_json(path))["statement"]["state"] == hash_tensors(posted):
             return EndStatement(**stored["statement"]), stored["reply"], False
         state, previous, _ = self._check_round(rounds, entries, sent)
         kept = {k[6:]: v for k, v in self.session.read_step(rounds - 1)[0].items() if k.startswith("local/")}
         local = split_channel_state(kept if rounds else self.world.method.init(self.world.frozen)[1])[0]
         reply = self.member.finish(self.session.folder.parent.name, self.world, state, local, self.policy)
-        session = session_id(self._agreements(read_json(self.session.folder / "agreements.json")))
-        words = {"state": state_digest(state), "previous": previous, "ledger": self.member.ledger.history().head}
+        session = hash_statements(self._agreements(read_json(self.session.folder / "agreements.json")))
+        words = {"state": hash_tensors(state), "previous": previous, "ledger": self.member.ledger.history().head}
         statement = sign(EndStatement(member=self.name, session=session, **words), self.member.signer)
         write_json(path, {"statement": statement.model_dump(mode="json"), "reply": reply})
         erase_key(self.session.folder / SESSION_KEY_FILE)

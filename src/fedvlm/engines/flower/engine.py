@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from fedvlm.core import Tensors
 from fedvlm.engines import flower as api
@@ -36,6 +36,7 @@ from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.tensors import max_relative_difference
 
 TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
+CLIENT_STATE = "the state of this client"
 MESSAGE_TYPES = {"open": "query", "evaluate": "query"}  # Flower's words for ours; all others are "train"
 
 
@@ -233,8 +234,7 @@ class InProcessEngine(FlowerEngine):
         self.n_planted = 0
 
     def version(self, id: str, local: Local) -> int:
-        """Return the version of local tensors; those that the client does not have (initial ones, a checkpoint's) are
-        stored first."""
+        """Return the version of local tensors; those that the client does not have are stored there first."""
         local = as_tensors(local)
         for version, tensors in self.known_versions[id].items():
             if tensors is local:
@@ -258,14 +258,8 @@ class InProcessEngine(FlowerEngine):
         return unpack_versions(to_tensors(state.arrays), state.header, "")
 
 
-class MessageHandler(Protocol):
-    """Answer messages: a training handler, or a whole site."""
-
-    def answer(self, message: Message, state: Message) -> tuple[Message, Message]: ...
-
-
-def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
-    """Create Flower's grid and ClientApp without processes: a message is a call."""
+def local_grid(desks: Mapping[str, Any]) -> Any:
+    """Create Flower's grid and ClientApp without processes: a message is a call of a handler's or a site's `answer`."""
     app = import_flower()
     TaskIdentity = api.TaskIdentity
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
@@ -274,15 +268,17 @@ def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
 
     def train(message: Any, context: Any) -> Any:
         request = unseal(from_records(message.content, "a client"), "a client")
-        reply, after = desks[by_node[context.node_id]].answer(request, read_state(context))
-        write_state(context, after)
+        reply, after = desks[by_node[context.node_id]].answer(request, read_context_state(context, CLIENT_STATE))
+        context.state = to_records(after)
         return app.Message(to_records(seal(reply)), reply_to=message)
 
     def call(message: Any, context: Any) -> Any:
         try:
             return client(message, context)
         except Exception as error:
-            return app.Message(app.Error(2, format_error(error)), reply_to=message)
+            is_explained = isinstance(error, FedVLMError)  # a person can fix it: without a trace
+            reason = str(error) if is_explained else traceback.format_exc()
+            return app.Message(app.Error(2, reason), reply_to=message)
 
     client.train()(train)
     client.query()(train)
@@ -294,10 +290,10 @@ def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
             self.contexts = {node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node}
 
         def keep(self, id: str, state: Message) -> None:
-            write_state(self.contexts[self.nodes[id]], state)
+            self.contexts[self.nodes[id]].state = to_records(state)
 
         def state(self, id: str) -> Message:
-            return read_state(self.contexts[self.nodes[id]])
+            return read_context_state(self.contexts[self.nodes[id]], CLIENT_STATE)
 
         def set_run(self, run: Any) -> None: ...
 
@@ -329,18 +325,3 @@ def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
             return self.pull_messages(self.push_messages(messages))
 
     return LocalGrid()
-
-
-def read_state(context: Any) -> Message:
-    return read_context_state(context, "the state of this client")
-
-
-def write_state(context: Any, state: Message) -> None:
-    context.state = to_records(state)
-
-
-def format_error(error: Exception) -> str:
-    """Return an error as the server should read it, without a trace if a person can fix it."""
-    if isinstance(error, FedVLMError):
-        return str(error)
-    return traceback.format_exc()
