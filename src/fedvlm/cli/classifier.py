@@ -227,14 +227,8 @@ def join(
 
     result = Result(run)
     with progress() as report:
-        rows, notes = embed_for_run(
-            result,
-            data,
-            options.parse_pairs("--source", source),
-            encoder,
-            options.parse_pairs("--access", access),
-            report,
-        )
+        pairs = options.parse_pairs("--source", source), options.parse_pairs("--access", access)
+        rows, notes = embed_for_run(result, data, pairs[0], encoder, pairs[1], report)
     for message in notes:
         typer.echo(message, err=True)
     done = adapt(result, rows, client, training=training, train_fraction=train_ratio)

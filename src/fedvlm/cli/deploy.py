@@ -61,8 +61,7 @@ def init(
         )
     if kits:
         typer.echo(
-            "ready kits are for rehearsals: their private keys were made here and not at the sites "
-            "(fedvlm deploy renew, at the site, makes one there)"
+            "ready kits are for rehearsals: their private keys were made here; fedvlm deploy renew makes new ones"
         )
 
 
@@ -292,11 +291,8 @@ def consent(
             for topic, text in answers.format_request(folder, request):
                 typer.echo(f"{topic}: {text}")
             typer.echo("")
-        typer.echo(
-            f"accept with: fedvlm deploy consent {folder} --by NAME --plan {requests[0].plan[:8]}"
-            if requests
-            else "no request needs consent"
-        )
+        accept = f"accept with: fedvlm deploy consent {folder} --by NAME --plan "
+        typer.echo(f"{accept}{requests[0].plan[:8]}" if requests else "no request needs consent")
         return
     person = authenticate(folder, by, typer.prompt(f"password or token of {by}", hide_input=True, err=True))
     if withdraw:

@@ -118,11 +118,8 @@ def list_(
 def _narrow(body: list[list[str]]) -> list[list[str]]:
     """Wrap the second column, so that both fit on a screen."""
     first = max(len("method"), *(len(row[0]) for row in body))
-    return [
-        [name if i == 0 else "", line]
-        for name, summary in body
-        for i, line in enumerate(wrap(summary, COLUMNS - first - 2))
-    ]
+    wrapped = [(name, wrap(summary, COLUMNS - first - 2)) for name, summary in body]
+    return [[name if i == 0 else "", line] for name, lines in wrapped for i, line in enumerate(lines)]
 
 
 def audit(
@@ -191,10 +188,8 @@ def explain(
         return
     assert image is not None
     explained = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
-    typer.echo(
-        f"client {explained.client}: probability of {explained.name} is {explained.probability:.1%}, "
-        f"predicted class is {explained.likeliest}"
-    )
+    probability = f"probability of {explained.name} is {explained.probability:.1%}"
+    typer.echo(f"client {explained.client}: {probability}, predicted class is {explained.likeliest}")
     typer.echo(f"image: {draw_explanation(explained, out or run / f'explain-{image.stem}.png')}")
 
 

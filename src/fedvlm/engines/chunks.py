@@ -79,12 +79,8 @@ def pad_clients(clients: Sequence[Client]) -> Client:
         return out
 
     padding_values = {"y": -1, "order": -1, "val_y": -1, "reference_order": -1}
-    return Client(
-        *(
-            stack((getattr(client_data, part.name) for client_data in clients), padding_values.get(part.name, 0))
-            for part in fields(Client)
-        )
-    )
+    names = [part.name for part in fields(Client)]
+    return Client(*(stack((getattr(one, key) for one in clients), padding_values.get(key, 0)) for key in names))
 
 
 def fill_rows(world: client.World, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -208,11 +208,9 @@ class _Training:
     def _is_large(self, state: State, ids: Sequence[str]) -> bool:
         """Tell whether the tensors of a round's clients are too large to be in memory at once."""
         initial_local = self.initial_local
-        if (
-            len(ids) <= CLIENTS_PER_PART
-            or isinstance(initial_local, client.RemoteState)
-            or not can_sum_uploads(self.terms)
-        ):
+        if isinstance(initial_local, client.RemoteState) or len(ids) <= CLIENTS_PER_PART:
+            return False
+        if not can_sum_uploads(self.terms):
             return False
         bytes_per_client = tensors.count_bytes(state.shared) + 2 * tensors.count_bytes(initial_local)
         return bytes_per_client * len(ids) > LARGE_ROUND_BYTES
@@ -226,10 +224,8 @@ class _Training:
         tasks: dict[str, client.Task] = {}
         replies: dict[str, client.ClientReply] = {}
         agreement, total, local = UploadAgreement(state.shared), UploadSums(upload_sum(self.terms.method)), state.local
-        parts = (
-            self.make_tasks(state, by_size[first : first + CLIENTS_PER_PART], ids)
-            for first in range(0, len(everyone), CLIENTS_PER_PART)
-        )
+        size = CLIENTS_PER_PART
+        parts = (self.make_tasks(state, by_size[at : at + size], ids) for at in range(0, len(everyone), size))
         for part_tasks, answered in run_parts(self.engine, state.round, parts):
             decoded = self._decode(receiver, state, part_tasks, answered)
             local = update_local(local, {id: answered.replies[id].local for id in decoded.ids})
@@ -291,10 +287,8 @@ class _Training:
         local: dict[str, client.Local] = {}
         descriptions: dict[str, Mapping[str, float]] = {}
         untrained: Mapping[str, float] | None = None  # the description of all clients that never took part
-        parts = (
-            self.make_tasks(state, everyone[first : first + size], train_ids)
-            for first in range(0, len(everyone), max(1, size))
-        )
+        places = range(0, len(everyone), max(1, size))
+        parts = (self.make_tasks(state, everyone[at : at + size], train_ids) for at in places)
         for _, answered in run_parts(self.engine, method.rounds, parts, last=True):
             replies = {id: answered.replies[id] for id in sorted(answered.replies)}
             scores |= {id: reply.scores for id, reply in replies.items()}
@@ -363,11 +357,10 @@ def client_drift(
         step_counts = [epochs * steps_per_epoch for epochs, steps_per_epoch in counts]
         start, ends = tensors.flatten(shared), [tensors.flatten(entry) for entry in uploads]
         out["difference"] = largest_gradient_difference(start, ends, step_counts, method.lr)
+        own = {id: reply.description for id, reply in done.items()}  # as clients on other machines report it
         conditions = [
-            method.condition(client.as_tensors(entry.local))
-            if entry.description is None
-            else entry.description.get("condition")
-            for entry in done.values()
+            method.condition(client.as_tensors(done[id].local)) if about is None else about.get("condition")
+            for id, about in own.items()
         ]
         known_conditions = [float(entry) for entry in conditions if entry is not None]
         if len(known_conditions) == len(conditions):  # a site may withhold its own

@@ -182,14 +182,8 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
     return replace(settings, method=trial.method, tune=())
 
 
-MANIFEST_FIELDS = (
-    "encoder",
-    "classes",
-    "multi_label",
-    "dim",
-    "scale",
-    "template",
-)  # what a manifest has of a site's words
+# what a manifest has of a site's words
+MANIFEST_FIELDS = ("encoder", "classes", "multi_label", "dim", "scale", "template")
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
@@ -257,10 +251,8 @@ def describe_bound(settings: Settings) -> str:
     """Describe what bounds the influence of one site on the mean."""
     channel = with_deployment_bound(settings.channel, settings.method)
     if channel.bound == "median":
-        return (
-            "changes above twice the round's median are shortened, and samples above four times the median do not "
-            "count (channel.bound)"
-        )
+        limits = "changes above twice the round's median are shortened, and samples above four times the median"
+        return f"{limits} do not count (channel.bound)"
     if channel.verified:
         return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
@@ -504,10 +496,8 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
     alone, settings = replace(kit, sites=(site,), quorum=1.0), stated_settings(record.manifest)
     run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, log_joining, others)
     with record.lock():
-        return {
-            file_name(training, seed): _join_training(run, site, now, training, seed)
-            for now, training, seed in trainings_of_record(record, settings)
-        }
+        trainings = trainings_of_record(record, settings)
+        return {file_name(of, seed): _join_training(run, site, now, of, seed) for now, of, seed in trainings}
 
 
 def _join_training(run: DeployedRun, site: str, settings: Settings, training: Training, seed: int) -> Any:

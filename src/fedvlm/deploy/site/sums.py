@@ -372,11 +372,8 @@ class _Step:
             )
         counts, _ = read_tensors(self.session.folder / "counts.safetensors")
         self._check_counts(counts)
-        return (
-            state,
-            statements.hash_statements(signed),
-            verified.class_limits(self.world.method, self.world.frozen.dim, counts),
-        )
+        limits = verified.class_limits(self.world.method, self.world.frozen.dim, counts)
+        return state, statements.hash_statements(signed), limits
 
     def _check_counts(self, counts: Tensors) -> None:
         """Refuse counts that no members can have, as a wrong mask would give."""

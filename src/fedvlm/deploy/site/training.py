@@ -104,17 +104,8 @@ def load_site_training(
     groups = group_numbers(rows)
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
-    return SiteTraining(
-        world,
-        label_tensor(rows).numpy()[train],
-        rows.encoder,
-        title,
-        origin,
-        spec,
-        trial,
-        chosen,
-        None if groups is None else groups.numpy()[train],
-    )
+    labels, of_train = label_tensor(rows).numpy()[train], None if groups is None else groups.numpy()[train]
+    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, chosen, of_train)
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
