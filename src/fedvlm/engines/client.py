@@ -13,6 +13,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedule
+from fedvlm.data.partition import ClientSplit
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.findings import measure_findings
 from fedvlm.evaluate.metrics import compute_metrics, diagram_data, prediction_details
@@ -24,21 +25,6 @@ PREDICTION_BYTES = 64 << 20  # bytes of samples that are predicted at once
 MANY_CLIENTS = 2000  # clients above which scores are only counts: their few samples give no curves
 
 
-class Member(Protocol):
-    """One client as row numbers of the table of samples."""
-
-    @property
-    def train(self) -> NDArray[np.int64]: ...
-    @property
-    def validation(self) -> NDArray[np.int64]: ...
-    @property
-    def test(self) -> NDArray[np.int64]: ...
-    @property
-    def calibration(self) -> NDArray[np.int64]: ...
-    @property
-    def unlabelled(self) -> NDArray[np.int64]: ...
-
-
 @dataclass(frozen=True)
 class ClientRows:
     """Row numbers of one client's samples."""
@@ -48,6 +34,9 @@ class ClientRows:
     test: NDArray[np.int64]
     calibration: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     unlabelled: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+Member = ClientRows | ClientSplit
 
 
 def member_rows(member: Member) -> list[NDArray[np.int64]]:
