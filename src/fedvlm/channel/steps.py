@@ -66,8 +66,8 @@ class Step(ABC):
     def bound(self, norm: float, n_values: int) -> float:
         """Return the largest norm that an honest change has after the step, from that before it."""
 
-    def cost(self, fraction: float) -> float:
-        """Return 1/z² of a round's Gaussian mechanism; of a verified sum the client has a fraction."""
+    def cost(self) -> float:
+        """Return 1/z² of a round's Gaussian mechanism."""
         return 0.0
 
 
@@ -104,8 +104,8 @@ class Noise(Step):
         """The norm of noise exceeds its mean by six standard deviations once in a billion uploads."""
         return norm * (1 + self.multiplier * (math.sqrt(n_values) + 6))
 
-    def cost(self, fraction: float) -> float:
-        return fraction / self.multiplier**2
+    def cost(self) -> float:
+        return 1 / self.multiplier**2
 
 
 @dataclass(frozen=True)
