@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from fedvlm.cli import options
 from fedvlm.cli.progress import progress
+from fedvlm.errors import SettingsError
 
 Precision = Literal["float16", "float32"]
 cache_app = typer.Typer(no_args_is_help=True, cls=options.SectionedGroup, help="Manage the embedding cache.")
@@ -59,7 +60,6 @@ def partition(
     from fedvlm.data.splits import SPLITS
     from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
-    from fedvlm.errors import SettingsError
     from fedvlm.report.plots import draw_partition
     from fedvlm.report.tables import render_table
     from fedvlm.runner.load import open_data, smoke_dataset

@@ -12,6 +12,8 @@ from typer import Argument, Option
 
 from fedvlm.cli import options
 from fedvlm.cli.progress import progress
+from fedvlm.errors import FederationError, SettingsError, unknown_name
+from fedvlm.runner.experiment_files import find_experiment, read_toml
 
 deploy_app = typer.Typer(no_args_is_help=True, cls=options.SectionedGroup, help="Run a federation between real sites.")
 
@@ -77,7 +79,6 @@ def server(folder: Server) -> None:
     from fedvlm.deploy.identity.enrolment import describe_server_expiry
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.operations.events import EventTail, format_event
-    from fedvlm.errors import FederationError
     from fedvlm.storage.files import exclusive_lock
 
     _stop_gently()
@@ -186,7 +187,6 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
     """Execute every run of an experiment and print one table."""
     from fedvlm.deploy.server.launch import describe_absences
     from fedvlm.report.tables import compare_table
-    from fedvlm.runner.experiment_files import find_experiment, read_toml
     from fedvlm.runner.experiments import experiment_runs
     from fedvlm.runner.settings import build
 
@@ -521,8 +521,6 @@ def export_app(
     It runs with `flwr run` on any SuperLink whose nodes have fedvlm installed.
     """
     from fedvlm.deploy.flower_app.export import export_flower_app
-    from fedvlm.errors import SettingsError, unknown_name
-    from fedvlm.runner.experiment_files import find_experiment, read_toml
     from fedvlm.runner.experiments import experiment_runs
     from fedvlm.runner.settings import build
 

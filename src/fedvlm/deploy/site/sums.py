@@ -31,6 +31,7 @@ from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
 from fedvlm.deploy.site.training import SiteTraining
+from fedvlm.deploy.statements import hash_vector
 from fedvlm.engines.client import Task, World, channel_noise
 from fedvlm.engines.flower.client import describe_local, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message
@@ -414,7 +415,7 @@ class _Step:
             self.session.secret, agreements, self.name, [identity[name] for name in sorted(identity)]
         )
         vector = verified.mask_vector(verified.pack_integers(integers), self.name, keys)
-        words = {**identity, "upload": statements.hash_vector(vector), "layout": statements.layout_of(upload)}
+        words = {**identity, "upload": hash_vector(vector), "layout": statements.layout_of(upload)}
         statement = statements.sign(statements.UploadStatement(member=self.name, **words), self.member.signer)
         masked = {"masked": torch.from_numpy(vector.view("int64"))}
         kept = {f"{group}/{key}": value for group, of in keep.items() for key, value in of.items()}
