@@ -31,6 +31,7 @@ except ImportError as error:
 PROTOCOL = 1  # raised when a change of the messages makes two versions of fedvlm unable to talk
 MAX_COUNT = 10**9  # rounds, samples, classes, dimensions
 MAX_NUMBER = 1e15  # no valid number is larger; sums of such numbers stay finite
+MAX_DESCRIBED = 10_000  # numbers of a site's description: a count for each class
 MAX_CLASSIFIERS = 16  # that one evaluation measures
 SCORE_COUNTS = tuple(f"{split}_{count}" for split in SPLITS[1:] for count in ("rows", "hits"))
 OPTIONAL_SCORES = ("loss", *METRICS[1:])
@@ -75,7 +76,7 @@ class Fields(BaseModel):
 class Header(Fields):
     """Hold what every request and reply carries; a reply repeats the first four fields of its request."""
 
-    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join", "evaluate"]
+    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join", "describe", "evaluate"]
     training: Key
     round: Count
     nonce: Annotated[Text, StringConstraints(max_length=64)]
@@ -166,7 +167,8 @@ class RoundRequest(Header):
 class SumRequest(Header):
     """Ask a member of a verified sum for its next step; statements of all members come with it.
 
-    The steps are to agree to a plan, to sum class counts, to sum uploads of a round, to end, and to join late.
+    The steps are to agree to a plan, to sum class counts, to sum uploads of a round, and to end. Later a site may join,
+    and members may describe their data.
     """
 
     client: Text
@@ -180,7 +182,7 @@ class SumReply(Header):
     client: Text
     statement: dict[str, Any]
     scores: Scores | None = None  # only at the end
-    described: Annotated[dict[Text, Number], Field(max_length=32)] = {}
+    described: Annotated[dict[Text, Number], Field(max_length=MAX_DESCRIBED)] = {}
 
 
 class SampleCounts(Fields):
@@ -234,7 +236,7 @@ class Withdrawal(Fields):
     signature: Text
 
 
-SUM_KINDS = ("plan", "counts", "sum", "end", "join")  # steps of a verified sum
+SUM_KINDS = ("plan", "counts", "sum", "end", "join", "describe")  # steps of a verified sum
 ECHOED_FIELDS = ("kind", "training", "round", "nonce")
 F = TypeVar("F", bound=Fields)
 

@@ -29,6 +29,7 @@ from fedvlm.deploy.kits import (
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
 from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluation_spec, read_tested
 from fedvlm.deploy.server.run import (
+    DESCRIPTION_FILE,
     ERROR_FILE,
     JOIN_RESULT_FILE,
     check_deployable,
@@ -40,6 +41,7 @@ from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
+from fedvlm.report.data_report import DataReport, report_of_sites
 from fedvlm.result import Result
 from fedvlm.runner import tune
 from fedvlm.runner.load import load
@@ -147,6 +149,22 @@ def join_late_site(
     request = {"out": str(folder.resolve()), "joins": site}
     _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
+
+
+def report_site_data(
+    kit: ServerKit,
+    settings: Settings,
+    again: bool = False,
+    progress: Progress | None = None,
+    print_line: Callable[[str], None] = lambda text: None,
+) -> DataReport:
+    """Describe the data of all sites: sums from a verified run of ridge, and of each site what its policy allows."""
+    out = kit.folder / "runs" / "data"
+    result = run_over_sites(kit, settings, out, again, progress, print_line)
+    done = kit.folder / DESCRIPTION_FILE
+    done.unlink(missing_ok=True)
+    _request_run(kit, {"out": str(out.resolve()), "describes": True}, done.exists, print_line, lambda: None)
+    return report_of_sites(read_json(done), result.manifest["encoder"], list(result.manifest["classes"]))
 
 
 def evaluate_over_sites(

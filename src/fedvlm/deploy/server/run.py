@@ -185,6 +185,7 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
 
 MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+DESCRIPTION_FILE = "description.json"  # in the server's folder: what the sites last said of their data
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
@@ -464,6 +465,9 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     if "joins" in request:
         done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
         return write_json(folder / JOIN_RESULT_FILE, done)
+    if "describes" in request:
+        done = describe_sites(grid, kit, Path(request["out"]), log_event)
+        return write_json(folder / DESCRIPTION_FILE, done)
     if "evaluates" in request:
         done = evaluate_at_sites(grid, kit, request, log_event)
         return write_json(folder / EVALUATION_FILE, done)
@@ -480,6 +484,17 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     cells = dict(zip(head[1:], body[0][1:], strict=True))  # the first column has its name
     table = {column: cell for column, cell in cells.items() if column != "seeds"}
     log_event("ended", record=str(record.folder), table=table)
+
+
+def describe_sites(grid: Any, kit: ServerKit, out: Path, log_event: EventLogger) -> dict[str, Any]:
+    """Let the members of a finished verified sum describe their data, as their policies allow."""
+    record = Record(out)
+    settings, seed = stated_settings(record.manifest), record.manifest["identity"]["seeds"][0]
+    run = DeployedRun(grid, kit, settings, record, lambda *words: None, log_event=_without_begin_events(log_event))
+    [training] = trainings_of(settings, {name: name for name in record.manifest["sites"]}, seed)
+    engine = run.open_training(settings, training, seed)
+    assert isinstance(engine, SumEngine)
+    return engine.describe(Transcript(out / "trainings" / f"{file_name(training, seed)}.{TRANSCRIPT_SUFFIX}"))
 
 
 RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them

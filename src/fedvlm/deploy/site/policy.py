@@ -23,7 +23,7 @@ WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and
 
 POLICY_FILE = "policy.toml"
 ALL_METHODS = "*"
-DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
+DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "ridge", "tofa")
 SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 
