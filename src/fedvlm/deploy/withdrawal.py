@@ -125,12 +125,9 @@ class UploadSums:
         return out
 
     def write(self) -> None:
-        values = {
-            f"{number}/{kind}/{key}": value
-            for kind, all in (("before", self.before), ("total", self.total))
-            for number, round_tensors in all.items()
-            for key, value in round_tensors.items()
-        }
+        kinds = (("before", self.before), ("total", self.total))
+        rounds = [(f"{number}/{kind}", held) for kind, of in kinds for number, held in of.items()]
+        values = {f"{place}/{key}": value for place, held in rounds for key, value in held.items()}
         files.write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
 
     def add(self, number: int, shared: Tensors, decoded: DecodedUploads) -> None:

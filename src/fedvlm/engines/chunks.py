@@ -244,12 +244,9 @@ def run_stacked(world: client.World, number: int, tasks: Sequence[client.Task]) 
             return upload, new_local
 
         uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
-    return {
-        task.id: client.ClientReply(
-            {key: value[i] for key, value in uploads.items()},  # views: all are used, or none
-            tensors.select(locals_, i),
-            scores[i],
-            len(world.members[task.id].train),
-        )
-        for i, task in enumerate(tasks)
-    }
+    replies = {}
+    for i, task in enumerate(tasks):
+        upload = {key: value[i] for key, value in uploads.items()}  # views: all are used, or none
+        rows = len(world.members[task.id].train)
+        replies[task.id] = client.ClientReply(upload, tensors.select(locals_, i), scores[i], rows)
+    return replies

@@ -306,13 +306,8 @@ def evaluation_rows(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[n
 
 def score_counts(loss: float, rows: Sequence[int], n_correct: Sequence[int]) -> Scores:
     """Return scores as they are recorded, of validation and test; without samples there is no loss."""
-    return {
-        **({"loss": loss} if rows[0] else {}),
-        "validation_rows": rows[0],
-        "validation_hits": n_correct[0],
-        "test_rows": rows[1],
-        "test_hits": n_correct[1],
-    }
+    validation = {"validation_rows": rows[0], "validation_hits": n_correct[0]}
+    return ({"loss": loss} if rows[0] else {}) | validation | {"test_rows": rows[1], "test_hits": n_correct[1]}
 
 
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
