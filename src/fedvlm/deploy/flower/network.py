@@ -135,7 +135,7 @@ def _describe_connection_error(address: str, proxy: str, error: OSError) -> Fede
 
 
 def _describe_certificate_error(address: str, proxy: str, problem: str) -> str:
-    remedy = "it is of another federation: ca.crt here and at the server must be of one `fedvlm deploy init`"
+    remedy = "it was made for another federation: ca.crt here and the server's must be of one `fedvlm deploy init`"
     issuer = find_issuer(address, proxy)
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     if "not yet valid" in problem:
