@@ -27,6 +27,7 @@ class Recipe:
 SHIPPED = Recipe("as shipped", MixPrior())
 RECIPES = (  # from the simplest
     Recipe("shared head alone", None),
+    Recipe("4 steps of the local head", MixPrior(steps=4)),
     SHIPPED,
     Recipe("local head as strong as the shared one at 64 samples", MixPrior(local_samples=64.0)),
     Recipe("start without the likelihood", MixPrior(likelihood_power=0.0)),

@@ -31,6 +31,7 @@ class MixPrior(NamedTuple):
     log10_penalty_std: float = 2.0
     poisoned: float = 0.1  # probability that the shared head is worse for the client than the start head
     start_anchor: float = 0.01  # probability that the local head had better be drawn to the start head
+    steps: int = MAX_STEPS  # of its regression, at most
     temperature_std: float = 0.5  # of the log scale of a head's logits
     equal_classes: float = 0.95  # probability that the client's classes are equally frequent
     frequency_log_weight: float = -0.7
@@ -143,7 +144,7 @@ def local_head(shared: Head, start_head: Head, client: Labelled, prior: MixPrior
     all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=client.y.device)
     paths = [
         logistic_regression.fit_ridge_path(
-            client.x, client.y, ridges, anchor, all_classes, n_steps, bias_ridge=ridges[:, None]
+            client.x, client.y, ridges, anchor, all_classes, min(n_steps, prior.steps), bias_ridge=ridges[:, None]
         ).heads.joined()
         for anchor in (shared, start_head)
     ]
