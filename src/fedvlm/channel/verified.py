@@ -7,7 +7,6 @@ from these. A simulation leaves the masks out, because they cancel exactly. `fed
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +119,6 @@ def sum_uploads(
 
 def derive_key(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """Return a key of 256 bits by HKDF-SHA256."""
-    require_cryptography()
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -144,14 +142,6 @@ def mask_vector(vector: Vector, name: str, pair_keys: Mapping[str, bytes]) -> Ve
     return out
 
 
-def require_cryptography() -> Any:
-    try:
-        import cryptography
-    except ImportError as error:
-        raise SettingsError("a verified sum needs the package cryptography; pip install 'fedvlm[flower]'") from error
-    return cryptography
-
-
 def count_classes(y: Tensor, n_classes: int, method: Method) -> Tensors:
     """Return what the first sum holds of a member: samples and 1 for every class that it would contribute to.
 
@@ -160,6 +150,9 @@ def count_classes(y: Tensor, n_classes: int, method: Method) -> Tensors:
     if setting(method, "noise_multiplier"):  # exact counts would not be covered by its ε
         nothing = torch.zeros(n_classes + 1, dtype=torch.int64)
         return {"counts": nothing, "members": nothing, "samples": nothing[0]}
+    if y.ndim == 2:  # several findings per image: each has the classes absent and present
+        by_finding = [count_classes(column, 2, method) for column in y.unbind(1)]
+        return {key: torch.stack([counts[key] for counts in by_finding]) for key in by_finding[0]}
     smallest = setting(method, "min_class_samples") or 1
     counts = torch.bincount(y[y >= 0], minlength=n_classes)
     rest = counts[counts < smallest].sum()[None]
@@ -179,9 +172,9 @@ def class_limits(method: Method, dim: int, total: Tensors) -> Tensors:
     if is_open_to_all or setting(method, "noise_multiplier"):
         return {}
     is_open = (total["members"] >= MIN_CLASS_CLIENTS).double()
-    limits = {"open": is_open[:-1], "open rest": is_open[-1]}
-    enough = int(total["samples"]) >= SAMPLES_PER_DIMENSION * (dim + 1)
-    return limits if enough else {**limits, "diagonal": torch.ones(())}
+    limits = {"open": is_open[..., :-1], "open rest": is_open[..., -1]}
+    enough = int(total["samples"].min()) >= SAMPLES_PER_DIMENSION * (dim + 1)
+    return limits if enough else {**limits, "diagonal": torch.ones_like(total["samples"], dtype=torch.float32)}
 
 
 def check_verified(channel: Channel, method: Method) -> None:

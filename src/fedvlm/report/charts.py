@@ -35,6 +35,7 @@ PLOT_KINDS = {  # of `fedvlm plot`
     "kite": "the same as kites",
     "tsne": "local prompts on a plane, of one run",
     "heat": "where prompts look in an image",
+    "subgroups": "AUC by subgroup, a panel for each column of subgroups",
 }
 MIN_BIN_FRACTION = 0.01  # of the samples; smaller bins of a reliability diagram are noise
 

@@ -344,9 +344,7 @@ def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descri
     """Build the frozen tensors from a manifest, a saved classifier or a site's reply; without towers."""
     classes = tuple(about["classes"])
     scale = float(about["scale"])
-    negative = None
-    if about.get("multi_label") and text is not None:
-        negative, text = text.unbind(1)  # (findings, 2, dim)
+    text, negative = split_text(text, bool(about.get("multi_label")))
     return Frozen(
         classes,
         int(about["dim"]),
@@ -364,6 +362,11 @@ def text_of(rows: Frozen | EmbeddedTable) -> Tensor | None:
     if rows.text is None or rows.negative_text is None:
         return rows.text
     return torch.stack([rows.negative_text, rows.text], dim=1)
+
+
+def split_text(text: Tensor | None, multi_label: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Invert `text_of`: return the text embeddings of images with and without each finding."""
+    return (text[:, 1], text[:, 0]) if multi_label and text is not None else (text, None)
 
 
 def template_of(rows: Frozen | EmbeddedTable) -> dict[str, str]:

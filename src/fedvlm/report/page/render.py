@@ -19,6 +19,7 @@ from fedvlm.report.charts import BubbleChart, Chart, Series
 from fedvlm.report.page.model import FEDERATED, build_model, run_kind
 from fedvlm.report.page.svg import draw_bubbles, draw_chart, draw_outliers, draw_positions, line_class
 from fedvlm.report.runs import Model, differing_settings, model_json
+from fedvlm.report.subgroups import subgroup_cells, subgroup_charts
 from fedvlm.report.tables import AUDIT_COLUMNS, format_cell
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, write_file
 
@@ -58,7 +59,7 @@ def write_model(model: Model, out: Path) -> Path:
 def render_page(model: Model) -> str:
     """Render a model; the functions that the template calls are passed to it by name."""
     sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
-    sections += [round_figures, calibration_figures, diagnostic_figures]
+    sections += [round_figures, calibration_figures, diagnostic_figures, subgroup_figures]
     return open_template("report.html").render(
         audit_columns=list(AUDIT_COLUMNS),
         **page_shell(),
@@ -79,6 +80,7 @@ def open_template(name: str, package: str = "fedvlm.report.page") -> "Template":
         loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
+    env.filters.update(subgroup_cells=subgroup_cells)
     env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
     return env.get_template(name)
 
@@ -337,6 +339,12 @@ def calibration_figures(model: Model) -> dict[str, list[Markup]]:
         drawn += [charts.roc_chart(ranked), charts.precision_recall_chart(ranked)] if ranked else []
         out[group] = [draw_chart(chart) for chart in (*drawn, charts.decision_chart(summaries))]
     return out
+
+
+def subgroup_figures(model: Model) -> list[Markup]:
+    """Draw the AUC of each subgroup and run with its interval."""
+    tables = [(run["name"], run.get("subgroups") or {}) for run in model["runs"]]
+    return [draw_chart(chart) for chart in subgroup_charts(tables)]
 
 
 def diagnostic_figures(model: Model) -> list[Markup]:
