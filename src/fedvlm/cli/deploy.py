@@ -216,6 +216,34 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
     typer.echo("records: " + ", ".join(str(run_settings.folder) for run_settings in results))
 
 
+@command("Run", "fedvlm deploy data fed/server --classes cat,dog")
+def data(
+    folder: Server,
+    classes: Annotated[str, typer.Option(help="Class names of all sites, e.g. cat,dog.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="HTML page to write.")] = Path("data-report.html"),
+    purpose: Annotated[str, typer.Option(help="What for, in plain words.")] = "to know the data before training",
+    contact: Annotated[str, typer.Option(help="Who answers questions.")] = "",
+    again: Force = False,
+) -> None:
+    """Describe the data of all sites before training on one page.
+
+    Sums come from a verified run of ridge; of single sites the page has what each policy allows.
+    """
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.server.launch import report_site_data
+    from fedvlm.report.data_report import headline, write_report
+    from fedvlm.runner.settings import build
+
+    names = [name.strip() for name in classes.split(",") if name.strip()]
+    values = {"method": "ridge", "protocol": "own-test", "source": {"classes": names}, "channel": {"verified": True}}
+    settings = build({**values, "purpose": purpose, "contact": contact})
+    with progress() as report:
+        found = report_site_data(read_server(folder), settings, again, report, lambda text: typer.echo(text, err=True))
+    for title, text in headline(found):
+        typer.echo(f"{title}: {text}")
+    typer.echo(f"wrote {write_report(found, out)}")
+
+
 @command(
     "Run", "fedvlm deploy evaluate fed/server zero-shot auto", "fedvlm deploy evaluate fed/server classifier --json"
 )

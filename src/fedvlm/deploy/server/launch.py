@@ -17,6 +17,7 @@ from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluation_spec, re
 from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, example_policy
 from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
+from fedvlm.report.data_report import DataReport, report_of_sites
 from fedvlm.result import Result
 from fedvlm.runner import tune
 from fedvlm.runner.load import load
@@ -124,6 +125,22 @@ def join_late_site(
     request = {"out": str(folder.resolve()), "joins": site}
     _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
+
+
+def report_site_data(
+    kit: kits.ServerKit,
+    settings: Settings,
+    again: bool = False,
+    progress: Progress | None = None,
+    print_line: Callable[[str], None] = lambda text: None,
+) -> DataReport:
+    """Describe the data of all sites: sums from a verified run of ridge, and of each site what its policy allows."""
+    out = kit.folder / "runs" / "data"
+    result = run_over_sites(kit, settings, out, again, progress, print_line)
+    done = kit.folder / run.DESCRIPTION_FILE
+    done.unlink(missing_ok=True)
+    _request_run(kit, {"out": str(out.resolve()), "describes": True}, done.exists, print_line, lambda: None)
+    return report_of_sites(read_json(done), result.manifest["encoder"], list(result.manifest["classes"]))
 
 
 def evaluate_over_sites(

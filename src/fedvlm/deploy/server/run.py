@@ -192,6 +192,7 @@ MANIFEST_FIELDS = (
     "template",
 )  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+DESCRIPTION_FILE = "description.json"  # in the server's folder: what the sites last said of their data
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
@@ -465,6 +466,9 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     if "joins" in request:
         done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
         return write_json(folder / JOIN_RESULT_FILE, done)
+    if "describes" in request:
+        done = describe_sites(grid, kit, Path(request["out"]), log_event)
+        return write_json(folder / DESCRIPTION_FILE, done)
     if "evaluates" in request:
         done = evaluate_at_sites(grid, kit, request, log_event)
         return write_json(folder / EVALUATION_FILE, done)
@@ -483,6 +487,21 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     log_event("ended", record=str(record.folder), table=table)
 
 
+def describe_sites(grid: Any, kit: ServerKit, out: Path, log_event: EventLogger) -> dict[str, Any]:
+    """Let the members of a finished verified sum describe their data, as their policies allow."""
+    record, settings = Record(out), stated_settings(Record(out).manifest)
+    run = DeployedRun(grid, kit, settings, record, lambda *words: None, {}, without_begin(log_event))
+    [(settings, training, seed)] = trainings_of_record(record, settings)
+    engine = run.open_training(settings, training, seed)
+    assert isinstance(engine, SumEngine)
+    return engine.describe(Transcript(out / "trainings" / f"{file_name(training, seed)}.{TRANSCRIPT_SUFFIX}"))
+
+
+def without_begin(log_event: EventLogger) -> EventLogger:
+    """Return a logger for what begins no run."""
+    return lambda kind, **facts: None if kind == "begun" else log_event(kind, **facts)
+
+
 RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them
 
 
@@ -497,13 +516,9 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
     if record.result() is None:
         raise SettingsError(f"{out} is not a finished run; resume it: fedvlm deploy run")
 
-    def log_joining(kind: str, **facts: Any) -> None:
-        if kind != "begun":  # no run begins
-            log_event(kind, **facts)
-
     others = {node for name, node in known_nodes(kit).items() if name != site}
     alone, settings = replace(kit, sites=(site,), quorum=1.0), stated_settings(record.manifest)
-    run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, log_joining, others)
+    run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, without_begin(log_event), others)
     with record.lock():
         return {
             file_name(training, seed): _join_training(run, site, now, training, seed)

@@ -141,6 +141,18 @@ class SumEngine(RemoteEngine):
         reply = self.exchange({site: Message(header, to_arrays(arrays))}, number)[site]
         return dict(parse(SumReply, reply.header, "the reply").scores or {})
 
+    def describe(self, transcript: Transcript) -> dict[str, Any]:
+        """Return what each member says of its data, and the sums of class counts with the numbers of members."""
+        self.transcript, self.quorum, (self.plan, _) = transcript, 0.0, transcript.read_plan()
+        replies = self._ask_all("describe", self.plan.settings.method.rounds, {}, {})
+        entries, vectors, _ = transcript.read_sum(COUNTS_ROUND)
+        totals, _ = open_sum(vectors.values(), entries[0]["layout"], True)
+        sites = {name: parse(SumReply, reply.header, "the reply").described for name, reply in replies.items()}
+        return {
+            "sites": sites,
+            **{key: totals[key].tolist()[: len(self.plan.classes)] for key in ("counts", "members")},
+        }
+
     def _last_uploads(self, number: int) -> tuple[dict[str, Any], Tensors, str]:
         """Return the statements and uploads of the round before a round, with the state that comes of them."""
         entries, vectors, _ = self.transcript.read_sum(number - 1)

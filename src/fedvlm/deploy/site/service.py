@@ -49,6 +49,7 @@ ACTIVITIES = {
     "end": "ended a session",
     "join": "joined late",
     "evaluate": "measured classifiers",
+    "describe": "described the data",
 }
 UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about strangers
 
@@ -211,7 +212,8 @@ class Site:
         self.ledger.add(direction, fields.round if fields else -1, to_tensors(reply.arrays), data, **entry)
         self.budget.count_line(entry)
         if fields and "error" not in details:
-            names = list(reply.arrays) or ["a signature" if fields.kind in messages.SUM_KINDS else "scores only"]
+            content = "a signature" if fields.kind in messages.SUM_KINDS else "scores only"
+            names = list(reply.arrays) or ["numbers about its data" if fields.kind == "describe" else content]
             number = fields.round + 1 if fields.kind in ("round", "sum") else None
             activity = ACTIVITIES.get(fields.kind, f"round {number}")
             facts = {"round": number, "share": self.accuracy if fields.kind == "round" else None}

@@ -36,7 +36,7 @@ from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
-from fedvlm.deploy.site.training import SiteTraining
+from fedvlm.deploy.site.training import SiteTraining, describe_site
 from fedvlm.deploy.statements import (
     COUNTS_ROUND,
     SCORE_NAMES,
@@ -157,6 +157,15 @@ class SumMember:
         elif fields.kind == "join":
             extra = self.join(fields, sent, site_training, world, policy)
             statement, costs = {}, {"costs": "measurement"}
+        elif fields.kind == "describe":
+            session = Session.read(folder)
+            if not (session.folder / "end.json").exists():
+                raise ReportedError("sum", "the session has not ended here, so it has no sums to compare with")
+            self._check_data(session, world)
+            totals, _ = read_tensors(session.folder / "counts.safetensors")
+            path, _ = session.read_step(session.plan.settings.method.rounds - 1)
+            facts = describe_site(self.kit, site_training, world, totals, path["state/mean"], policy)
+            statement, extra, costs = {}, {"described": facts}, {"costs": "measurement"}
         else:
             session = Session.read(folder)
             self._check_data(session, world)
