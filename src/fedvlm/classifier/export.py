@@ -19,6 +19,7 @@ from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.calibration import largest_coverage, min_samples
 from fedvlm.maths.novelty import FALSE_REJECTIONS
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.storage.files import write_file, write_index
 
@@ -117,11 +118,7 @@ class _TracedClassifier(torch.nn.Module):
 
 def to_onnx(classifier: Personalised) -> bytes:
     """Return the whole classifier over embeddings as ONNX; it is checked against torch."""
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise SettingsError(f"an ONNX file needs {error.name}; pip install 'fedvlm[onnx]'") from error
+    onnx, onnxruntime = (require(name, f"an ONNX file needs {name}", "onnx") for name in ("onnx", "onnxruntime"))
     name, needs = classifier.method.name, classifier.method.traits.needs
     if unsupported := needs & {"patches", "image tower"}:
         raise SettingsError(

@@ -34,10 +34,7 @@ def are_arrays(clients: Any) -> bool:
 
 
 def from_arrays(
-    clients: Mapping[str, Sequence[Any]],
-    classes: Sequence[str] | None = None,
-    text: Any = None,
-    scale: float = 100.0,
+    clients: Mapping[str, Sequence[Any]], classes: Sequence[str] | None = None, text: Any = None, scale: float = 100.0
 ) -> EmbeddedTable:
     """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 

@@ -25,6 +25,7 @@ from fedvlm.data.table import (
     to_nfc,
 )
 from fedvlm.errors import DataError, join_names, suggest_path
+from fedvlm.plugins import require
 
 REQUIRED_COLUMNS = ("path", "label")
 OPTIONAL_COLUMNS = ("client", "domain", "split", "group")
@@ -193,10 +194,7 @@ def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
 
 def parquet_columns(file: Path, file_kind: str) -> dict[str, list[Any]]:
     """Return the columns of a Parquet file by title in lower case."""
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError(f"reading {file} needs pyarrow; install fedvlm[datasets] or save it as .csv") from error
+    parquet = require("pyarrow.parquet", f"reading {file} needs pyarrow", "datasets", DataError)
     try:
         columns: dict[str, list[Any]] = parquet.read_table(file).to_pydict()
     except (OSError, ValueError) as error:

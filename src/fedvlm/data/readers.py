@@ -15,7 +15,7 @@ from fedvlm.data.sources import Arrow, Pixels
 from fedvlm.data.splits import read_splits
 from fedvlm.data.table import Dataset, string_column, tabulate
 from fedvlm.errors import DataError, SettingsError, join_names, unknown_name
-from fedvlm.plugins import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside, require
 
 GROUP = "fedvlm.data"
 Reader = Callable[..., Dataset]  # takes a place, and options by name
@@ -87,10 +87,7 @@ def is_saved(path: Path) -> bool:
 
 def _load(path: str) -> dict[str, Any]:
     """Load the splits of a data set by name."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"opening {path} needs datasets; install fedvlm[datasets]") from error
+    datasets = require("datasets", f"opening {path} needs datasets", "datasets", DataError)
     saved = Path(path).is_dir()
     if saved and not is_saved(Path(path)):
         raise DataError(f"{path} was not written by save_to_disk; name its parent, or open it as a folder")

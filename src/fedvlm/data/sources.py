@@ -20,6 +20,7 @@ from PIL import Image
 
 from fedvlm.data.table import Source
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.plugins import require
 from fedvlm.storage.files import MAX_IMAGE_BYTES, read_regular
 
 COMMON_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -241,11 +242,7 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
     body = b"\x78\x01" + b"".join(_block(lines[at : at + MAX_BLOCK_BYTES], at == starts[-1]) for at in starts)
     colour = b"\x02" if pixels.ndim == 3 else b"\x00"
     head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08" + colour + b"\0\0\0"
-    chunks = (
-        (b"IHDR", head),
-        (b"IDAT", body + zlib.adler32(lines).to_bytes(4, "big")),
-        (b"IEND", b""),
-    )
+    chunks = ((b"IHDR", head), (b"IDAT", body + zlib.adler32(lines).to_bytes(4, "big")), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big") for kind, data in chunks
     )
@@ -317,11 +314,7 @@ def _may_be_16_bit(data: bytes) -> bool:
 
 def read_dicom(name: str, data: bytes, window: Window | None) -> NDArray[np.uint8]:
     """Read the first frame with the window of the file: (height, width), or with three colours."""
-    try:
-        import pydicom
-        from pydicom import pixels
-    except ImportError as error:
-        raise DataError(f"{name} is DICOM; pip install 'fedvlm[dicom]'") from error
+    pydicom, pixels = (require(part, f"{name} is DICOM", "dicom", DataError) for part in ("pydicom", "pydicom.pixels"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tags that are not used

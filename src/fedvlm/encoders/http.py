@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.encoders import Vectors
 from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.plugins import require
 
 TOKEN_VARIABLE = "FEDVLM_ENCODER_TOKEN"
 MAX_REPLY_SECONDS = 600.0  # for a complete reply, however slowly it arrives
@@ -85,10 +86,7 @@ class Http:
         if self.drift is None and files:
             self._probe(files[0], parts[0].pooled[0])
         spread = [part.patches for part in parts if part.patches is not None]
-        return Vectors(
-            np.concatenate([part.pooled for part in parts]),
-            np.concatenate(spread) if patches else None,
-        )
+        return Vectors(np.concatenate([part.pooled for part in parts]), np.concatenate(spread) if patches else None)
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
@@ -248,10 +246,7 @@ def max_reply_bytes(rows: int, dim: int, patches: bool = False) -> int:
 
 
 def _client(url: str, token_file: str | Path | None, ca_file: str | Path | None, timeout: float) -> Any:
-    try:
-        import httpx
-    except ImportError as error:
-        raise EncoderError("httpx is not installed; pip install 'fedvlm[http]'") from error
+    httpx = require("httpx", "httpx is not installed", "http", EncoderError)
     token = read_token(token_file) if token_file else os.environ.get(TOKEN_VARIABLE, "")
     # the size of a compressed reply is not known before it is unpacked
     headers = {"Accept-Encoding": "identity"}

@@ -179,13 +179,7 @@ def load(source: str | Path, local_only: bool) -> tuple[Any, Any, Any, Pixels]:
     family = getattr(transformers, FAMILIES[config.model_type][0])
     shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
     model, loading = family.from_pretrained(
-        location,
-        config=config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        output_loading_info=True,
-        **shape,
-        **options,
+        location, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **shape, **options
     )
     if loading["missing_keys"]:
         raise EncoderError(

@@ -218,12 +218,7 @@ class DecoderPool:
     def __enter__(self) -> "DecoderPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 

@@ -92,11 +92,7 @@ class ImageStream:
 
 
 def stream_images(
-    source: Source,
-    rows: NDArray[np.int64],
-    content: Sequence[str],
-    preprocess: Any,
-    budget: int = MAX_DECODED_BYTES,
+    source: Source, rows: NDArray[np.int64], content: Sequence[str], preprocess: Any, budget: int = MAX_DECODED_BYTES
 ) -> ImageStream:
     """Stream images of a source by row number; `content` are the hex digests they had when encoded."""
     image_cache = DecodedImageCache(source, rows, content, preprocess, budget)
@@ -111,12 +107,7 @@ class DecodedImageCache:
     """
 
     def __init__(
-        self,
-        source: Source,
-        rows: NDArray[np.int64],
-        content: Sequence[str],
-        preprocess: Any,
-        budget: int,
+        self, source: Source, rows: NDArray[np.int64], content: Sequence[str], preprocess: Any, budget: int
     ) -> None:
         if not isinstance(preprocess, Pixels):
             raise EncoderError("the image tower takes pixels, but the encoder has no preprocessing to pixels")

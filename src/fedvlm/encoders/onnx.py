@@ -22,6 +22,7 @@ from fedvlm.encoders import Vectors
 from fedvlm.encoders.images import CLIP_MEAN, CLIP_STD, Pixels
 from fedvlm.encoders.text import check_length, load_tokenizer
 from fedvlm.errors import EncoderError, suggest_path, unknown_name
+from fedvlm.plugins import require
 
 DEFAULTS: dict[str, Any] = {
     "size": None,  # default: that of the model, if it is fixed
@@ -97,10 +98,7 @@ class OnnxModel:
     """An ONNX file whose first input is the batch, with one output of (batch, dim)."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise EncoderError("onnxruntime is not installed; pip install 'fedvlm[onnx]'") from error
+        onnxruntime = require("onnxruntime", "onnxruntime is not installed", "onnx", EncoderError)
         options = onnxruntime.SessionOptions()
         # processes share the cores, and one thread makes sums reproducible
         options.intra_op_num_threads = options.inter_op_num_threads = 1

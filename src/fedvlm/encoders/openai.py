@@ -17,14 +17,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.devices import CPU, Device, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import (
-    Tokens,
-    check_length,
-    load_tokenizer,
-    text_tower_inputs,
-    tokenize_classes,
-    weights_hash,
-)
+from fedvlm.encoders.text import Tokens, check_length, load_tokenizer, text_tower_inputs, tokenize_classes, weights_hash
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet

@@ -22,6 +22,7 @@ import numpy as np
 from fedvlm.encoders import Encoder, Vectors, fingerprint
 from fedvlm.encoders.http import REMOTE_OFFERS, encode_array, read_token
 from fedvlm.errors import DataError, EncoderError, SettingsError
+from fedvlm.plugins import require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -168,19 +169,13 @@ class Gateway:
 
 def new_application(title: str, **options: Any) -> "FastAPI":
     """Return an empty FastAPI application."""
-    try:
-        from fastapi import FastAPI
-    except ImportError as error:
-        raise EncoderError("fastapi is not installed; pip install 'fedvlm[serve]'") from error
-    return FastAPI(title=title, **options)
+    application: FastAPI = require("fastapi", "fastapi is not installed", "serve", EncoderError).FastAPI(
+        title=title, **options
+    )
+    return application
 
 
-def create_app(
-    encoder: Encoder,
-    token: str | None,
-    max_bytes: int = MAX_BYTES,
-    max_batch: int = MAX_BATCH,
-) -> Any:
+def create_app(encoder: Encoder, token: str | None, max_bytes: int = MAX_BYTES, max_batch: int = MAX_BATCH) -> Any:
     """Create the ASGI application; with a token, every request must send it."""
     server = new_application("fedvlm encoder", openapi_url=None)
     from fastapi import Request

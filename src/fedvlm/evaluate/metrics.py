@@ -31,7 +31,7 @@ THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the dec
 MAX_TABLE_THRESHOLD = 0.5  # tables have the mean net benefit over thresholds up to this one
 SCORE_EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the histograms of scores
 RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for quantity in ("rows", "hits")} | {
-    *("loss", "reliability", "decision", "hits", "own_class_hits", "confusion", "recall", "scores"),
+    *("loss", "reliability", "decision", "hits", "own_class_hits", "confusion", "recall", "scores")
 }
 # Columns of tables that are no metrics.
 RESERVED_NAMES |= {"condition_number", "condition_number-per-target", "kappa", "cosine", "dof", "trained", "A[j][i]"}

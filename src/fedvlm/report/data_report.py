@@ -135,10 +135,7 @@ def site_rows(prepared: Prepared) -> dict[str, NDArray[np.int64]]:
 
 
 def distances_to_rest(
-    id: str,
-    counts: Mapping[str, NDArray[np.int64]],
-    sums: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int],
+    id: str, counts: Mapping[str, NDArray[np.int64]], sums: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
 ) -> Distances:
     """Return the distance of mean embeddings, the same by chance, and the total variation of class frequencies.
 

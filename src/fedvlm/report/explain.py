@@ -18,6 +18,7 @@ from fedvlm.encoders.images import Pixels, decode
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown_name
 from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.methods._prompts import class_features
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.report.runs import identities_of, run_names
 
@@ -172,16 +173,14 @@ def _group(result: Record, id: str) -> str:
 
 def plane_positions(prompts: Sequence[Tensor]) -> Floats:
     """Place prompts on a plane by exact t-SNE, (prompts, 2) of unit spread; the same prompts give the same map."""
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise SettingsError("a map of prompts needs scikit-learn; pip install 'fedvlm[plot]'") from error
+    manifold = require("sklearn.manifold", "a map of prompts needs scikit-learn", "plot")
     x = np.stack([prompt.double().numpy().reshape(-1) for prompt in prompts])
     if not np.ptp(x, axis=0).any():
         return np.zeros((len(x), 2))
     perplexity = max(1.0, min(30.0, (len(x) - 1) / 3))
     init = "pca" if x.shape[1] > 1 else "random"
-    places: Floats = TSNE(perplexity=perplexity, init=init, method="exact", random_state=0).fit_transform(x - x.mean(0))
+    tsne = manifold.TSNE(perplexity=perplexity, init=init, method="exact", random_state=0)
+    places: Floats = tsne.fit_transform(x - x.mean(0))
     return places / max(float(places.std()), 1e-300)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedvlm.data.splits import Ints
 from fedvlm.errors import DataError, SettingsError, unknown_name
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.report import charts
 from fedvlm.report.charts import PLOT_KINDS, BubbleChart, Chart, PlotOptions
@@ -81,11 +82,8 @@ def diagram(result: Record, kinds: Sequence[str], training: str | None = None, s
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of that many inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingsError("plots are drawn by matplotlib; pip install 'fedvlm[plot]'") from error
-    return Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
+    module = require("matplotlib.figure", "plots are drawn by matplotlib", "plot")
+    return module.Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:

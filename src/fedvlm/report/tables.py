@@ -8,6 +8,7 @@ from typing import Any
 
 from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate.metrics import METRICS, mean_and_std, metrics
+from fedvlm.plugins import require
 from fedvlm.record import AUDIT_FILE, Record
 from fedvlm.report.columns import compute_columns, format_number, setting_text, settings_of, split_requested
 from fedvlm.report.runs import has_unseen_scores, read_trainings, run_label
@@ -222,17 +223,12 @@ def serialise(rows: Sequence[Mapping[str, Any]], head: Sequence[str], form: str)
 
 
 def _pandas() -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise SettingsError("a data frame needs pandas; pip install 'fedvlm[frame]'") from error
-    return pandas
+    return require("pandas", "a data frame needs pandas", "frame")
 
 
 def scores_frame(result: Record) -> Any:
     """Return a data frame with a row per seed, training and client that has test samples, and a column per metric."""
-    pandas = _pandas()
-    return pandas.DataFrame(list(client_scores(result)))
+    return _pandas().DataFrame(list(client_scores(result)))
 
 
 def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> Any:

@@ -27,6 +27,7 @@ from fedvlm.encoders.store import open_store
 from fedvlm.engines.sequential import one_thread
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
 from fedvlm.machine import count_cores
+from fedvlm.plugins import require
 from fedvlm.record import CLUSTER_FOLDER, Record, read_manifest
 from fedvlm.runner.jobs import Job, JobSpec, run_inline, with_job_name
 from fedvlm.runner.prepare import prepare
@@ -226,29 +227,26 @@ def _store_result(job: Job, lines: Sequence[Mapping[str, Any]], files: Mapping[s
 @contextmanager
 def _client(on: str) -> Iterator[Any]:
     """Connect to the scheduler; Dask runs pickled code, so this takes TLS or this machine only."""
-    try:
-        from distributed import Client, LocalCluster, Security
-    except ImportError as error:
-        raise SettingsError(f"--on {on} needs Dask; install it by pip install 'fedvlm[cluster]'") from error
+    dask = require("distributed", f"--on {on} needs Dask", "cluster")
     if on == "dask":
-        security = Security.temporary()
+        security = dask.Security.temporary()
         options = {"n_workers": count_cores(), "threads_per_worker": 1, "dashboard_address": None}
         with (
-            LocalCluster(host=LOCALHOST, protocol="tls", security=security, **options) as cluster,
-            Client(cluster, security=security) as client,
+            dask.LocalCluster(host=LOCALHOST, protocol="tls", security=security, **options) as cluster,
+            dask.Client(cluster, security=security) as client,
         ):
             yield client
         return
     address, security = parse_address(on), None
     if address.startswith("tls:"):
-        security = Security(require_encryption=True)  # with the files that Dask's own settings name
+        security = dask.Security(require_encryption=True)  # with the files that Dask's own settings name
         if not security.get_connection_args("client").get("ssl_context"):
             raise SettingsError(
                 f"--on {on}: no certificate is named; set distributed.comm.tls in Dask's settings "
                 "(ca-file, client.cert, client.key), as DASK_DISTRIBUTED__COMM__TLS__CA_FILE"
             )
     try:
-        client = Client(address, security=security, timeout="20s")
+        client = dask.Client(address, security=security, timeout="20s")
     except OSError as error:
         raise FederationError(f"no scheduler of Dask answers at {address}: {error}") from error
     with client:

@@ -11,6 +11,7 @@ import torch
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import predict
 from fedvlm.errors import DataError, unknown_name
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.runner.audit import reopen_run
 from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, smoke_dataset, smoke_subset
@@ -121,14 +122,11 @@ def _write_columns(path: Path, columns: Columns, form: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         if form == "parquet":
-            try:
-                import pyarrow
-                from pyarrow import parquet
-            except ImportError as error:
-                raise DataError("Parquet needs pyarrow; pip install 'fedvlm[datasets]', or use --format csv") from error
-            parquet.write_table(
-                pyarrow.table({key: pyarrow.array(values) for key, values in columns.items()}), temporary
-            )
+            parquet = require("pyarrow.parquet", "Parquet, unlike csv, needs pyarrow", "datasets", DataError)
+            import pyarrow
+
+            arrays = {key: pyarrow.array(values) for key, values in columns.items()}
+            parquet.write_table(pyarrow.table(arrays), temporary)
         else:
             with Path(temporary).open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file, lineterminator="\n")

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin
 from fedvlm.channel.settings import Channel
 from fedvlm.core import check_type, make, methods, tunable_settings
 from fedvlm.data.clients import Clients
-from fedvlm.errors import FedVLMError, SettingsError, renamed, unknown_name
+from fedvlm.errors import FedVLMError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner.settings import (
@@ -105,8 +105,6 @@ def experiment_runs(values: Mapping[str, Any], assignments: Iterable[str] = ()) 
 
 def base_runs(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the values of each method before the sweep."""
-    if (strange := next((key for key in values if renamed(key, EXPERIMENT_KEYS)), None)) is not None:
-        raise unknown_name("setting of an experiment", strange, EXPERIMENT_KEYS)
     common = {key: value for key, value in values.items() if key not in EXPERIMENT_KEYS}
     method_tables = values.get("methods")
     if method_tables is not None and (not isinstance(method_tables, list) or not method_tables or "method" in common):

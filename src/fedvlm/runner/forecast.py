@@ -290,12 +290,7 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
 
 
 def graph_bytes(
-    method: Method,
-    frozen: Frozen,
-    image: Sequence[int],
-    all_tensors: Tensors,
-    local: Tensors,
-    rows: int,
+    method: Method, frozen: Frozen, image: Sequence[int], all_tensors: Tensors, local: Tensors, rows: int
 ) -> int:
     """Return the bytes that autograd saves for a gradient over `rows` samples, besides the weights."""
     if not all_tensors or not isinstance(method, Trained):

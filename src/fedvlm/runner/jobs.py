@@ -211,10 +211,7 @@ class _RemoteRecord(Record):
 
 
 def _serve(
-    connection: "Connection[Any, Any]",
-    other_connections: "Sequence[Connection[Any, Any]]",
-    job: Job,
-    workers: int,
+    connection: "Connection[Any, Any]", other_connections: "Sequence[Connection[Any, Any]]", job: Job, workers: int
 ) -> None:
     """Run a job in a forked process and send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process

@@ -123,9 +123,7 @@ class Prepared:
         first = self.settings.warm_start
         assert first is not None
         return replace(
-            self.world(training),
-            method=with_device(first, self.settings.device),
-            x=self.rows.view(first.traits.needs),
+            self.world(training), method=with_device(first, self.settings.device), x=self.rows.view(first.traits.needs)
         )
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
@@ -133,9 +131,7 @@ class Prepared:
         name = name or id
         texts = texts_by_client(self.rows.texts, self.partition.clients)
         world = self._world(
-            {name: self.partition.clients[id]},
-            {name: texts[id]} if texts else {},
-            np.zeros(0, np.int64),
+            {name: self.partition.clients[id]}, {name: texts[id]} if texts else {}, np.zeros(0, np.int64)
         )
         return replace(client_world(world, name), secret_noise=entropy, details=False)
 

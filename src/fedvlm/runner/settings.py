@@ -22,7 +22,7 @@ from fedvlm.core.schema import (
 )
 from fedvlm.data.clients import Clients
 from fedvlm.engines.client import Attack, GroupRule, Kind
-from fedvlm.errors import SettingsError, renamed, unknown_name
+from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -135,14 +135,9 @@ def _refuse_unknown(key: str, method: Any, setting_names: Iterable[str]) -> None
     """Refuse an unknown name; if it is a setting of the method, say where to write it."""
     if method is not None:
         chosen = read_method(method)
-        method_names = {setting.name for setting in fields(chosen)}
-        name = key if key in method_names else renamed(key, method_names)
-        if name and not renamed(key, setting_names):
-            called = "" if name == key else f"{key!r} is called {name!r}: "
-            raise SettingsError(
-                f"{called}{name} is a setting of the method {chosen.name}: write it in [method], or "
-                f"--set method.{name}=…"
-            )
+        if key in {setting.name for setting in fields(chosen)}:
+            remedy = f"write it in [method], or --set method.{key}=…"
+            raise SettingsError(f"{key} is a setting of the method {chosen.name}: {remedy}")
     raise unknown_name("setting", key, setting_names)
 
 

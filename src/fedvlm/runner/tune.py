@@ -288,11 +288,7 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
 
 
 def continue_trial(
-    trial: Trial,
-    name: str,
-    training: TrialTraining,
-    until: int,
-    on_state: Callable[[State], None] = lambda state: None,
+    trial: Trial, name: str, training: TrialTraining, until: int, on_state: Callable[[State], None] = lambda state: None
 ) -> Mapping[str, Scores]:
     """Continue one training of a trial up to a round and measure it; `on_state` gets the state after each round."""
     terms, engine, plan, initial_local = training
