@@ -68,7 +68,7 @@ def compare(
         typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
         return
     column_names = [name.strip() for name in columns.split(",") if name.strip()]
-    table = render(results, form, all_columns, traffic=traffic, extra_columns=column_names)
+    table = render(results, form, column_names, all_columns=all_columns, traffic=traffic)
     typer.echo(table, nl=False)
 
 

@@ -42,11 +42,14 @@ CONTRACT_SETTINGS = {setting.name for setting in fields(Schedule)} | {"rounds", 
 FOREIGN_NAMES = {  # other names of the settings and traits that are read by name
     "batch": "batch_size",
     "bs": "batch_size",
+    "decay": "weight_decay",
     "epoch": "local_epochs",
     "epochs": "local_epochs",
     "learning_rate": "lr",
     "num_epochs": "local_epochs",
     "num_rounds": "rounds",
+    "rate": "lr",
+    "smallest": "min_class_samples",
 }
 
 

@@ -4,7 +4,7 @@ Accuracies and metrics are fractions, as in a record's tables, and are shown in 
 `DIGITS_BY_PREFIX` are shown as they are.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from fedvlm.report.runs import differing_settings, find_training, has_unseen_sco
 from fedvlm.storage.files import flatten, slug
 
 if TYPE_CHECKING:
-    from fedvlm.core import Tensors
+    pass
 
 
 CONDITION_NUMBER_KEY, FREEDOM_KEY = "condition number", "degrees of freedom"  # what methods call them
@@ -53,15 +53,14 @@ def _mean_diagnostics(result: Record, seed: int, key: str) -> dict[str, float | 
     }
 
 
-def _condition_number(result: Record, seed: int) -> Table:
-    return {"condition_number": _mean(_mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).values())}
+def _mean_of(title: str, values: "Callable[[Record, int], Iterable[float | None]]") -> "Column":
+    """Make a column of the mean over some numbers of a seed."""
+    return lambda result, seed: {title: _mean(values(result, seed))}
 
 
 def _condition_number_per_target(result: Record, seed: int) -> Table:
-    return {
-        f"condition_number, target {name}": k
-        for name, k in _mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).items()
-    }
+    diagnostics = _mean_diagnostics(result, seed, CONDITION_NUMBER_KEY)
+    return {f"condition_number, target {name}": k for name, k in diagnostics.items()}
 
 
 def _kappa(result: Record, seed: int) -> Table:
@@ -93,27 +92,9 @@ def cohens_kappa(confusion: Sequence[Sequence[int]], ordered: bool = False) -> f
     return float(1 - (penalty * observed).sum() / expected) if expected > 0 else None
 
 
-def _degrees_of_freedom(result: Record, seed: int) -> Table:
-    return {"dof": _mean(_mean_diagnostics(result, seed, FREEDOM_KEY).values())}
-
-
 def _lines(result: Record, seed: int) -> list[dict[str, Any]]:
     trainings_of_seed = {f"{seed}-{slug(name)}" for name in read_trainings(result, seed)}
     return [line for line in result.lines() if line["training"] in trainings_of_seed]
-
-
-def _cosine(result: Record, seed: int) -> Table:
-    """Over all rounds: papers do not say over which."""
-    return {"cosine": _mean(line.get("cosine") for line in _lines(result, seed))}
-
-
-def _seconds(result: Record, seed: int) -> Table:
-    return {"seconds per round": _mean(line["seconds"] for line in _lines(result, seed))}
-
-
-def _minutes(result: Record, seed: int) -> Table:
-    seconds = _seconds(result, seed)["seconds per round"]
-    return {"minutes per round": None if seconds is None else seconds / 60}
 
 
 def _trained(result: Record, seed: int) -> Table:
@@ -134,15 +115,12 @@ def _trained(result: Record, seed: int) -> Table:
         if not result.path_of(training, seed, "safetensors").exists():
             continue  # of a page there are no tensors
         shared, local = result.outcome(training, seed)
-        sizes = [_size(tensors, method.traits.training.memory) for tensors in (shared, *local.values())]
+        memory = method.traits.training.memory
+        sizes = [sum(v.numel() for k, v in part.items() if k not in memory) for part in (shared, *local.values())]
         if isinstance(method, Factored):
             sizes[0] = _uploaded(result, seed)
         counts += [sizes[0] + local_size for local_size in sizes[1:]]
     return {"trained": _mean(counts) if identity["channel"] == asdict(Channel()) else None}
-
-
-def _size(tensors: "Tensors", without: Container[str]) -> int:
-    return sum(value.numel() for key, value in tensors.items() if key not in without)
 
 
 def _uploaded(result: Record, seed: int) -> int:
@@ -189,15 +167,6 @@ def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
         accuracies = [mean_accuracy(about["scores"], [id]) for id in about["train"]]
         accuracies_by_training.append([accuracy for accuracy in accuracies if accuracy is not None])
     return [accuracies for accuracies in accuracies_by_training if accuracies]
-
-
-def _worst(result: Record, seed: int) -> Table:
-    return {"worst client": _mean(min(accuracies) for accuracies in _client_accuracies(result, seed))}
-
-
-def _spread(result: Record, seed: int) -> Table:
-    several = [accuracies for accuracies in _client_accuracies(result, seed) if len(accuracies) > 1]
-    return {"spread over clients": _mean(stdev(accuracies) for accuracies in several)}
 
 
 def _average(result: Record, seed: int) -> Table:
@@ -280,19 +249,24 @@ Column = Callable[[Record, int], Table]  # of a run and one of its seeds
 COLUMNS: dict[str, Column] = {
     **{name: _metric(name) for name in dict.fromkeys((*METRICS, *findings.METRICS))},
     "findings": _findings,
-    "condition_number": _condition_number,
+    "condition_number": _mean_of(
+        "condition_number", lambda run, seed: _mean_diagnostics(run, seed, CONDITION_NUMBER_KEY).values()
+    ),
     "condition_number-per-target": _condition_number_per_target,
     "kappa": _kappa,
-    "cosine": _cosine,
-    "dof": _degrees_of_freedom,
-    "seconds": _seconds,
-    "minutes": _minutes,
+    # over all rounds: papers do not say over which
+    "cosine": _mean_of("cosine", lambda run, seed: (line.get("cosine") for line in _lines(run, seed))),
+    "dof": _mean_of("dof", lambda run, seed: _mean_diagnostics(run, seed, FREEDOM_KEY).values()),
+    "seconds": _mean_of("seconds per round", lambda run, seed: (line["seconds"] for line in _lines(run, seed))),
+    "minutes": _mean_of("minutes per round", lambda run, seed: (line["seconds"] / 60 for line in _lines(run, seed))),
     "trained": _trained,
     "A[j][i]": _accuracy_columns,
     "P-per-target": _personal_per_target,
     "C-per-target": _comprehensive_per_target,
-    "worst": _worst,
-    "spread": _spread,
+    "worst": _mean_of("worst client", lambda run, seed: map(min, _client_accuracies(run, seed))),
+    "spread": _mean_of(
+        "spread over clients", lambda run, seed: (stdev(each) for each in _client_accuracies(run, seed) if each[1:])
+    ),
     "average": _average,
     "rows": _rows,
     **{kind: _area(kind) for kind in CURVES},

@@ -56,20 +56,15 @@ class PaperCell:
 def compare_with_paper(name: str, results: Sequence[Record]) -> list[PaperCell]:
     """Return all printed numbers of a table or figure with the closest run of each."""
     theirs = numbers()[find_item(name).name]
-    requested = {
-        name for number in theirs for start, name in COLUMN_BY_PREFIX.items() if number.column.startswith(start)
-    }
-    column_statistics = [_run_columns(number, requested, results) for number in results]
+    requested = {name for start, name in COLUMN_BY_PREFIX.items() if any(n.column.startswith(start) for n in theirs)}
+    column_statistics = []
+    for result in results:
+        tables_of_run = (result.tables, compute_columns(result, sorted(requested)), _zero_shot_gains(result, results))
+        statistics: dict[str, tuple[float | None, float | None]] = {}
+        for seed_tables in tables_of_run:
+            statistics |= metrics.mean_and_std(seed_tables)
+        column_statistics.append(statistics)
     return [_cell(number, results, column_statistics) for number in theirs]
-
-
-def _run_columns(result: Record, requested: set[str], results: Sequence[Record]) -> ColumnStatistics:
-    extra_statistics = metrics.mean_and_std(compute_columns(result, sorted(requested))) if requested else {}
-    return {
-        **metrics.mean_and_std(result.tables),
-        **extra_statistics,
-        **metrics.mean_and_std(_zero_shot_gains(result, results)),
-    }
 
 
 def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.Table]:
@@ -181,14 +176,11 @@ def _row_names(cells: Sequence[PaperCell]) -> list[str]:
     keys = [(cell.number.row, cell.number.data, _open_settings(cell.number), cell.number.column) for cell in cells]
     if len(set(keys)) == len(keys):
         return [cell.number.row for cell in cells]
-    return [
-        " ".join([cell.number.row, *(f"{k[7:]}={v}" for k, v in _method_settings(cell.number).items())])
-        for cell in cells
-    ]
-
-
-def _method_settings(number: PrintedNumber) -> dict[str, Any]:
-    return {key: value for key, value in number.settings.items() if key.startswith("method.")}
+    rows = []
+    for cell in cells:
+        settings = [f"{k[7:]}={v}" for k, v in cell.number.settings.items() if k.startswith("method.")]
+        rows.append(" ".join([cell.number.row, *settings]))
+    return rows
 
 
 def _split_tables(cells: Sequence[PaperCell]) -> list[tuple[str, Columns]]:

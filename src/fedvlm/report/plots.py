@@ -60,7 +60,7 @@ def run_charts(kind: str, results: Sequence[Record], options: PlotOptions) -> li
         build = charts.reliability_chart if kind == "reliability" else charts.decision_chart
         return charts.client_charts(results, options, build)
     builders = {"rounds": charts.rounds_charts, "sweep": charts.sweep_charts, "bars": charts.bar_charts}
-    return {**builders, "roc": charts.ranking_charts}[kind](results, options)
+    return {**builders, "roc": charts.own_ranking_charts}[kind](results, options)
 
 
 def draw_diagrams(result: Record, out: str | Path, training: str | None = None, seed: int | None = None) -> Path:

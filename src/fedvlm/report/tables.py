@@ -17,15 +17,8 @@ from fedvlm.storage.files import read_json, write_json
 TIDY_FORMS = ("csv", "json")
 TABLE_FORMS = ("text", "markdown", "latex", *TIDY_FORMS)
 TRAFFIC_COLUMNS = ("rounds", "kB per client")
-MAIN_COLUMNS = {
-    "G",
-    "P",
-    "C",
-    "own",
-    "own classes only",
-    "global",
-    "average",
-}  # what a table shows first; the rest is per client
+# what a table shows first; the rest is per client
+MAIN_COLUMNS = {"G", "P", "C", "own", "own classes only", "global", "average"}
 MAIN_COLUMNS |= {f"{group} {name}" for name in METRICS for group in ("clients", "target")}
 
 
@@ -41,17 +34,12 @@ def format_cell(mean: float | None, deviation: float | None, form: str, column: 
 def compare_table(
     results: Sequence[Record],
     form: str = "text",
-    all_columns: bool = False,
-    paper: Mapping[str, Mapping[str, float]] | None = None,
-    traffic: bool = False,
     extra_columns: Sequence[str] = (),
-    chance: bool = False,
+    **options: Any,
 ) -> str:
     """Return a table with a row per run, in per cent, or its numbers in tidy form as CSV or JSON.
 
-    `all_columns` adds those per domain or client, `traffic` the communication rounds and kilobytes of a client,
-    `extra_columns` further ones and settings by dotted names. `paper` has published numbers by row and column, which
-    stand below ours; `chance` adds a row of random guessing.
+    `options` are those of `table_cells`.
     """
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
@@ -59,7 +47,7 @@ def compare_table(
         raise SettingsError("no run is named; give one or more run directories")
     if form in TIDY_FORMS:
         return tidy_table(results, form, extra_columns)
-    head, body = table_cells(results, form, all_columns, paper, traffic, extra_columns, chance)
+    head, body = table_cells(results, form, extra_columns, **options)
     footnotes = [
         f"{run_label(result)}: {w}\n"
         for result in results
@@ -73,13 +61,18 @@ def compare_table(
 def table_cells(
     results: Sequence[Record],
     form: str = "text",
+    extra_columns: Sequence[str] = (),
     all_columns: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
-    extra_columns: Sequence[str] = (),
     chance: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of that table."""
+    """Return head and rows of the table.
+
+    `all_columns` adds those per domain or client, `traffic` the communication rounds and kilobytes of a client,
+    `extra_columns` further ones and settings by dotted names. `paper` has published numbers by row and column, which
+    stand below ours; `chance` adds a row of random guessing.
+    """
     names, settings = split_requested(results, extra_columns)
     column_statistics = [mean_and_std(result.tables) for result in results]
     columns = list(dict.fromkeys(key for run_statistics in column_statistics for key in run_statistics))
@@ -133,10 +126,10 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:
     """Return the accuracy of random guessing, where a column is an accuracy over all classes."""
     chance = 1 / (2 if result.manifest.get("multi_label") else len(result.manifest["classes"]))
-    other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")} | {
-        "own classes only"
-    }
-    is_accuracy = [key not in other_columns and not key.startswith("deviation ") for key in columns]
+    other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")}
+    is_accuracy = [
+        key not in other_columns and key != "own classes only" and not key.startswith("deviation ") for key in columns
+    ]
     return [format_cell(chance if applies else None, None, form) for applies in is_accuracy]
 
 
@@ -249,10 +242,8 @@ def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = (
     return pandas.DataFrame(rows).set_index("method")
 
 
-AUDIT_COLUMNS = (
-    *("AUC upload", "AUC span", "AUC span of sum", "recovered", "recovered from sum"),
-    *("AUC shared", "AUC personal"),
-)
+AUDIT_COLUMNS = ["AUC upload", "AUC span", "AUC span of sum", "recovered", "recovered from sum"]
+AUDIT_COLUMNS += ["AUC shared", "AUC personal"]
 
 
 def write_audit(result: Record, lines: list[dict[str, Any]]) -> None:
@@ -280,16 +271,9 @@ def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
     def cell(value: Any) -> str:
         return "not measured" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
-    body = [
-        [
-            *(cell(line.get(key)) for key in (*names, *AUDIT_COLUMNS)),
-            "inf" if line["epsilon"] is None else cell(line["epsilon"]),
-        ]
-        for line in lines
-    ]
-    return "\n".join(
-        [
-            render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True),
-            render_table([*names, *AUDIT_COLUMNS, "ε"], body, form),
-        ]
-    )
+    body = []
+    for line in lines:
+        epsilon = "inf" if line["epsilon"] is None else cell(line["epsilon"])
+        body.append([*(cell(line.get(key)) for key in (*names, *AUDIT_COLUMNS)), epsilon])
+    fields_table = render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True)
+    return f"{fields_table}\n{render_table([*names, *AUDIT_COLUMNS, 'ε'], body, form)}"

@@ -74,7 +74,7 @@ def build_model(
     """Return what a page of these runs shows; `paper` has published numbers by row and column."""
     if not records:
         raise SettingsError("no run is named; give one or more run directories")
-    trainings = [_all_trainings(record) for record in records]
+    trainings = [{seed: read_trainings(run, seed) for seed in run.manifest["identity"]["seeds"]} for run in records]
     runs = [_run_model(record, by_seed) for record, by_seed in zip(records, trainings, strict=True)]
     for run, name in zip(runs, run_names([run["identity"] for run in runs], unique=True), strict=True):
         run["name"] = name
@@ -103,10 +103,6 @@ def run_kind(run: Run) -> int:
     if run["identity"].get("centralised"):
         return BASELINES["pooled"]
     return BASELINES.get(run["identity"]["method"]["name"], FEDERATED)
-
-
-def _all_trainings(record: Record) -> Trainings:
-    return {seed: read_trainings(record, seed) for seed in record.manifest["identity"]["seeds"]}
 
 
 def _run_model(record: Record, trainings: Trainings) -> dict[str, Any]:

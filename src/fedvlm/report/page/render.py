@@ -60,7 +60,7 @@ def render_page(model: Model) -> str:
     sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
     sections += [round_figures, calibration_figures, diagnostic_figures]
     return open_template("report.html").render(
-        audit_columns=list(AUDIT_COLUMNS),
+        audit_columns=AUDIT_COLUMNS,
         **page_shell(),
         **{section.__name__: section(model) for section in sections},
         model=model,
@@ -209,16 +209,13 @@ def matrices(model: Model) -> list[dict[str, Any]]:
         members = next(iter(run["members"].values()))  # of cross-device those of the first seed
         worst = sorted(by_client, key=lambda id: fmean(by_client[id]))[:MAX_SHOWN]
         ids = [id for id in by_client if id in worst]
-        rows = [
-            (
-                training,
-                [(fmean(values) if (values := accuracies.get((training, id))) else None, id in unseen) for id in ids],
-            )
-            for training, (_, unseen) in members.items()
-        ]
-        hidden = len(by_client) - len(ids)
-        shown = {"run": place, "name": run["name"], "clients": ids, "hidden": hidden, "rows": rows}
-        out.append({**shown, **_client_summary(run)})
+        rows = []
+        for training, (_, unseen) in members.items():
+            values = [accuracies.get((training, id)) for id in ids]
+            means = [None if value is None else fmean(value) for value in values]
+            rows.append((training, [(mean, id in unseen) for mean, id in zip(means, ids, strict=True)]))
+        shown = {"run": place, "name": run["name"], "clients": ids, "hidden": len(by_client) - len(ids), "rows": rows}
+        out.append(shown | _client_summary(run))
     return out
 
 
@@ -275,15 +272,8 @@ def client_chart(model: Model) -> dict[str, Any] | None:
         Series(id, [(place, by_client[id]) for place, by_client in enumerate(means) if id in by_client], number)
         for number, id in enumerate(shown)
     ]
-    chart = Chart(
-        "Accuracy of each client by method",
-        "",
-        "accuracy (%)",
-        series,
-        kind="dots",
-        categories=[run["name"] for run in runs],
-        is_of_clients=True,
-    )
+    names, title = [run["name"] for run in runs], "Accuracy of each client by method"
+    chart = Chart(title, "", "accuracy (%)", series, kind="dots", categories=names, is_of_clients=True)
     return {"drawing": draw_chart(chart), "clients": shown, "hidden": len(ids) - len(shown)}
 
 
@@ -334,7 +324,7 @@ def calibration_figures(model: Model) -> dict[str, list[Markup]]:
             continue
         drawn = [charts.reliability_chart(summaries), charts.risk_chart(summaries)]
         ranked = {place: (name, summary) for place, (name, summary) in summaries.items() if "ROC" in summary}
-        drawn += [charts.roc_chart(ranked), charts.precision_recall_chart(ranked)] if ranked else []
+        drawn += charts.ranking_charts(ranked) if ranked else []
         out[group] = [draw_chart(chart) for chart in (*drawn, charts.decision_chart(summaries))]
     return out
 
