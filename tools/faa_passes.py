@@ -37,18 +37,22 @@ def main() -> None:
     sets: dict[str, EmbeddedTable] = {"demo": Loader()(build(values), lambda *_: None)[0]}
     if args.stores:
         sets["PACS"] = dict(every(args.stores, args.stores))["pacs, six classes"]().rows
+    methods = {"zero-shot": make("zero-shot")}
+    for lr in RATES:
+        for passes in ("joint", "apart"):
+            methods[f"{passes}, lr {lr:g}"] = make("faa-clip", passes=passes, lr=lr, rounds=args.rounds)
     for name, samples in sets.items():
         settings = build({**values, "clients": {"partition": "domain", "shots": args.shots}})
-        for method in [make("zero-shot")] + [
-            make("faa-clip", passes=passes, lr=lr, rounds=args.rounds) for lr in RATES for passes in ("joint", "apart")
-        ]:
-            scores = []
-            for seed in range(100, 100 + args.seeds):
+        scores: dict[str, list[float]] = {label: [] for label in methods}
+        for seed in range(100, 100 + args.seeds):
+            prepared = prepare(settings, samples, seed)
+            for label, method in methods.items():
                 trial = Trial(method, {})
-                advance_trial(prepare(settings, samples, seed), trial, method.rounds)
-                scores.append(100 * trial.score)
-            label = "zero-shot" if not method.rounds else f"faa-clip, {method.passes}, lr {method.lr:g}"
-            print(f"{name}, {label}: {fmean(scores):.2f} ± {stdev(scores) if len(scores) > 1 else 0:.2f}", flush=True)
+                advance_trial(prepared, trial, method.rounds)
+                scores[label].append(100 * trial.score)
+                print(f"{name}, seed {seed}, {label}: {scores[label][-1]:.2f} of {trial.samples}", flush=True)
+        for label, found in scores.items():
+            print(f"{name}, {label}: {fmean(found):.2f} ± {stdev(found) if len(found) > 1 else 0:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,15 +52,15 @@ def embedded(count, classes):
 def test_no_row_of_a_new_class_is_trained_on_and_no_base_row_is_tested_as_new(rows, by):
     clients = {"partition": by, "count": 3, "min_samples": 1}
     ready = prepare(settings(clients=clients), rows, 0)
-    assert ready.frozen.classes + ready.new.frozen.classes == rows.classes
+    assert ready.frozen.classes + ready.others["new"].frozen.classes == rows.classes
     assert ready.rows.x is rows.x  # no second copy of the embeddings
     base = np.concatenate([np.concatenate([m.train, m.validation, m.test]) for m in ready.partition.clients.values()])
-    new = np.concatenate([m.test for m in ready.new.members.values()])
+    new = np.concatenate([m.test for m in ready.others["new"].members.values()])
     assert rows.labels[base].max() < 8 <= rows.labels[new].min()
     assert set(rows.labels[base]) | set(rows.labels[new]) == set(range(16))
     assert not {rows.content[i] for i in base} & {rows.content[i] for i in new}
-    assert list(ready.new.members) == list(ready.partition.clients)
-    assert (rows.classes[8 + ready.new.rows.labels[new[0]]]) == rows.classes[rows.labels[new[0]]]
+    assert list(ready.others["new"].members) == list(ready.partition.clients)
+    assert (rows.classes[8 + ready.others["new"].rows.labels[new[0]]]) == rows.classes[rows.labels[new[0]]]
 
 
 def test_an_image_of_both_halves_is_not_tested_as_new():
@@ -68,7 +68,7 @@ def test_an_image_of_both_halves_is_not_tested_as_new():
     twins = [str(i % 200) for i in range(400)]  # every image twice, of any class
     ready = prepare(settings(encoder="store:rows"), replace(table, content=twins), 0)
     base = {twins[i] for i in np.flatnonzero(table.labels < 4)}
-    assert not base & {twins[i] for m in ready.new.members.values() for i in m.test}
+    assert not base & {twins[i] for m in ready.others["new"].members.values() for i in m.test}
 
 
 def test_an_odd_class_is_of_the_base_half():
@@ -95,7 +95,7 @@ def test_zero_shot_is_measured_among_the_names_of_each_half(rows, tmp_path):
     n_correct = {}
     for part, members, words in (
         ("base", ready.partition.clients, plain.text[:8]),
-        ("new", ready.new.members, plain.text[8:]),
+        ("new", ready.others["new"].members, plain.text[8:]),
     ):
         start = 0 if part == "base" else 8
         for id, member in members.items():

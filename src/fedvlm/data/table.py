@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol, overload
 from unicodedata import normalize
@@ -195,6 +196,7 @@ class EmbeddedTable:
     subgroups: Mapping[str, Strings] = field(default_factory=dict)  # (samples,) further columns, as sex or scanner
     findings: "Findings | None" = None  # of data with several findings per image: what the labels mean
     negative_text: Tensor | None = None  # (classes, dim) unit-norm embeddings of "without the finding"
+    test_data: "Mapping[str, EmbeddedTable]" = field(default_factory=dict)  # cross-data-set: others, only tested on
 
     def __repr__(self) -> str:
         samples, dim = self.x.shape
@@ -234,6 +236,12 @@ class EmbeddedTable:
             patches=None if self.patches is None else self.patches[rows],
             **(columns | changes),
         )
+
+
+def with_test_data(table: EmbeddedTable, others: Mapping[str, EmbeddedTable]) -> EmbeddedTable:
+    """Return a table with other data sets to test on, by the names that the setting test_data gives them."""
+    prints = [table.fingerprint, *(f"{name} {other.fingerprint}" for name, other in others.items())]
+    return replace(table, test_data=dict(others), fingerprint=sha256("\x1f".join(prints).encode()).hexdigest())
 
 
 def to_nfc(name: str) -> str:

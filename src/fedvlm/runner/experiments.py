@@ -11,7 +11,7 @@ from fedvlm.channel.settings import Channel
 from fedvlm.core import check_type, make, methods, tunable_settings
 from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, unknown_name
-from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.evaluate.protocols.contract import NEW_CLASS_PROTOCOLS
 from fedvlm.record import Record
 from fedvlm.runner.settings import (
     Settings,
@@ -263,7 +263,7 @@ def missing_baselines(settings: Sequence[Settings], done: Record) -> list[Settin
     existing = {run_settings.method.name for run_settings in settings}
     if done.manifest["text"] is None:
         existing.add("zero-shot")
-    if settings[0].protocol == BaseToNew.name:
+    if settings[0].protocol in NEW_CLASS_PROTOCOLS:
         existing |= {"alone", "pooled"}  # they cannot predict new classes
     plain = replace(
         settings[0],

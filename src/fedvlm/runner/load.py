@@ -11,7 +11,7 @@ from fedvlm.core import Method
 from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, EmbeddedTable
+from fedvlm.data.table import Dataset, EmbeddedTable, with_test_data
 from fedvlm.encoders import Encoder, WarningEncoder, encoders, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
 from fedvlm.encoders.lazy_rows import stream_images
@@ -33,7 +33,24 @@ SMOKE_MIN_SAMPLES = 1  # of a Dirichlet client: a small subset does not suffice 
 
 
 def load(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[str]]:
-    """Return the embedded samples of a run, and warnings about them; a store holds them already."""
+    """Return the embedded samples of a run, and warnings about them."""
+    rows, notes = _load_data(settings, progress)
+    others = {}
+    for name in settings.protocol_settings.get("test_data", ()):
+        if settings.encoder.startswith("store:") and not name.startswith("store:"):
+            raise SettingsError(
+                f"test_data = {name!r} cannot be embedded, because the training data are {settings.encoder}; name a "
+                "store with embeddings of the same encoder, as store:FILE"
+            )
+        place = {"encoder" if name.startswith("store:") else "data": name}
+        other = replace(settings, **place, source={}, descriptions="", texts="", protocol_settings={})
+        others[name], more_notes = _load_data(other, progress)
+        notes = [*notes, *(f"{name}: {note}" for note in more_notes)]
+    return (with_test_data(rows, others) if others else rows), notes
+
+
+def _load_data(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[str]]:
+    """Return one embedded data set, and warnings about it; a store holds it already."""
     text_files = (settings.descriptions, settings.texts)
     if settings.encoder.startswith("store:"):
         store = open_encoder(settings.encoder, **settings.source)
@@ -54,7 +71,7 @@ class Loader:
         self.known: dict[str, tuple[EmbeddedTable, list[str]]] = {}
 
     def __call__(self, settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[str]]:
-        names = ("data", "source", "encoder", "access", "precision", "descriptions", "texts")
+        names = ("data", "source", "encoder", "access", "precision", "descriptions", "texts", "protocol_settings")
         key_values = [getattr(settings, name) for name in names]
         key = repr([*key_values, settings.smoke, sorted(settings.method.traits.needs)])
         if key not in self.known:

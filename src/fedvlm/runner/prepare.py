@@ -5,7 +5,7 @@ joiner all start from here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from fedvlm.engines.placement import with_device
 from fedvlm.engines.state import POOLED_CLIENT
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training, contract
-from fedvlm.evaluate.protocols.base_to_new import NEW_PREFIX, BaseToNew
+from fedvlm.evaluate.protocols.base_to_new import NEW, BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
 from fedvlm.evaluate.protocols.source_target import EVERY_DOMAIN
 from fedvlm.machine import release_memory
@@ -51,7 +51,7 @@ class Prepared:
     seed: int
     partition: Partition
     frozen: Frozen
-    new: "NewClasses | None" = None  # base-to-new: the classes nobody trains on
+    others: "Mapping[str, OtherClasses]" = field(default_factory=dict)  # classes nobody trains on, tested at the end
     all_class_samples: EmbeddedTable | None = None  # base-to-new: the samples of all classes
 
     @property
@@ -97,11 +97,12 @@ class Prepared:
             members[POOLED_CLIENT] = pool_members([members[id] for id in training.train])
         return members
 
-    def new_world(self) -> World:
-        """Return what the test samples of new classes are measured on, after all training."""
-        assert self.new is not None
-        new_prepared = replace(self, rows=self.new.rows, frozen=self.new.frozen)
-        return new_prepared._world(self.new.members, {}, np.zeros(0, np.int64))
+    def other_worlds(self) -> dict[str, World]:
+        """Return what the test samples of classes nobody trains on are measured on, after all training."""
+        return {
+            name: replace(self, rows=other.rows, frozen=other.frozen)._world(other.members, {}, np.zeros(0, np.int64))
+            for name, other in self.others.items()
+        }
 
     def _unseen(self, id: str) -> ClientSplit:
         members = self.partition.clients
@@ -151,8 +152,8 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class NewClasses:
-    """Hold the classes nobody trains on, and each client's test samples of them."""
+class OtherClasses:
+    """Hold classes nobody trains on, and the test samples of them that each client's classifier is measured on."""
 
     rows: EmbeddedTable
     frozen: Frozen
@@ -162,10 +163,23 @@ class NewClasses:
 def prepare(settings: Settings, rows: EmbeddedTable, seed: int) -> Prepared:
     partition, new_clients = divide_samples(settings, rows, seed)
     if settings.protocol != BaseToNew.name:
-        return Prepared(settings, rows, seed, partition, frozen_of(rows, seed))
+        others = {name: _test_data(rows, partition, table, seed) for name, table in rows.test_data.items()}
+        return Prepared(settings, rows, seed, partition, frozen_of(rows, seed), others)
     base, new_half = split_classes(rows)
-    new = NewClasses(new_half, frozen_of(new_half, seed), new_clients)
-    return Prepared(settings, base, seed, partition, frozen_of(base, seed), new, rows)
+    new = OtherClasses(new_half, frozen_of(new_half, seed), new_clients)
+    return Prepared(settings, base, seed, partition, frozen_of(base, seed), {NEW: new}, rows)
+
+
+def _test_data(source: EmbeddedTable, partition: Partition, table: EmbeddedTable, seed: int) -> OtherClasses:
+    """Return another data set, with its test samples (all, if it marks none) for every client that trains."""
+    is_test = table.splits == "test"
+    is_test = (is_test if is_test.any() else np.ones_like(is_test)) & (table.labels != UNLABELLED)
+    clients = partition.clients.values()
+    used = {source.content[i] for member in clients for i in (*member.train, *member.validation, *member.calibration)}
+    test = np.array([i for i in np.flatnonzero(is_test).tolist() if table.content[i] not in used], np.int64)
+    none = np.zeros(0, np.int64)
+    members = {id: ClientSplit(id, "", none, none, test) for id in partition.clients}
+    return OtherClasses(table, frozen_of(table, seed), members)
 
 
 def divide_samples(
@@ -377,9 +391,11 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     check_needs(settings.method, rows.encoder, rows.offers())
     frozen = frozen_of(rows, settings.seeds[0])
     method_for(settings.method, frozen).init(frozen)  # a method may refuse the dimension
-    if settings.protocol == BaseToNew.name:
-        _count_base_classes(rows.classes)
-        check_new_classes(settings.method, frozen)
+    if settings.protocol in contract.NEW_CLASS_PROTOCOLS:
+        if settings.protocol == BaseToNew.name:
+            _count_base_classes(rows.classes)
+        check_new_classes(settings.method, frozen, settings.protocol)
+        _check_test_data(settings, rows)
     if settings.warm_start is not None:
         check_needs(settings.warm_start, rows.encoder, rows.offers())
         check_warm_start(settings.warm_start, settings.method, frozen)
@@ -407,7 +423,7 @@ def _check_findings(settings: Settings) -> None:
     """Refuse what is only defined for one class per image."""
     clients, attack = settings.clients, attack_of(settings)
     single = {
-        f"protocol = {settings.protocol!r}": settings.protocol == BaseToNew.name,
+        f"protocol = {settings.protocol!r}": settings.protocol in contract.NEW_CLASS_PROTOCOLS,
         "warm_start": settings.warm_start is not None,
         f"clients.shots = {clients.shots}": bool(clients.shots),
         f"clients.partition = {clients.partition!r}": clients.partition not in ("iid", "own", "domain", "dirichlet"),
@@ -455,7 +471,7 @@ def _tower(tower: Any, part: slice) -> Any:
     return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
 
 
-def check_new_classes(method: Method, frozen: Frozen) -> None:
+def check_new_classes(method: Method, frozen: Frozen, protocol: str = BaseToNew.name) -> None:
     """Refuse a method that cannot predict a class it was not trained on."""
     initial = [method.init(_with_classes(frozen, n_classes)) for n_classes in (2, 3)]
     shapes = [{key: tensor.shape for part in parts for key, tensor in part.items()} for parts in initial]
@@ -465,7 +481,7 @@ def check_new_classes(method: Method, frozen: Frozen) -> None:
         reason = "it stores labels of its samples"
     if reason:
         raise SettingsError(
-            f"protocol = 'base-to-new' tests on classes that nobody trained on, which {method.name} cannot predict "
+            f"protocol = {protocol!r} tests on classes that nobody trained on, which {method.name} cannot predict "
             f"({reason}); use a method whose classes come from text alone, as zero-shot, promptfl, fedotp or fedclip"
         )
 
@@ -481,14 +497,32 @@ def _with_classes(frozen: Frozen, classes: int) -> Frozen:
     )
 
 
-def score_new_classes(world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
-    """Count each client's test samples of new classes, and those predicted correctly after a training."""
+def _check_test_data(settings: Settings, rows: EmbeddedTable) -> None:
+    """Refuse data sets to test on that are missing, or that the source's encoder cannot have embedded."""
+    names = settings.protocol_settings.get("test_data", ())
+    if missing := [name for name in names if name not in rows.test_data]:
+        raise SettingsError(
+            f"test_data = {missing[0]!r} is not among the samples in memory; add it with "
+            "fedvlm.data.table.with_test_data"
+        )
+    for name, table in rows.test_data.items():
+        ours, theirs = ((entry.x.shape[1], entry.scale, entry.text is not None) for entry in (rows, table))
+        if table.findings is not None or ours != theirs:
+            raise DataError(
+                f"test_data {name} has dimension, logit scale and text {theirs}, and the training data {ours}; embed "
+                "both with one encoder, with one class per image"
+            )
+        check_needs(settings.method, table.encoder, table.offers())
+
+
+def score_new_classes(name: str, world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
+    """Count each client's test samples of classes nobody trained on, and those predicted correctly."""
     shared, local = record.outcome(training, world.seed)
     initial_local = world.method.init(world.frozen)[1]
     out = {}
     for id in world.members:
         scores = measure(world, world.method.send(shared, id), local.get(id, initial_local), id)
-        out[NEW_PREFIX + id] = {key: scores[key] for key in ("test_rows", "test_hits")}
+        out[f"{name} {id}"] = {key: scores[key] for key in ("test_rows", "test_hits")}
     return out
 
 

@@ -286,8 +286,8 @@ class _Run:
             assert not isinstance(outcome, Exception)
             ids = (*training.train, *training.unseen)  # without the client that pools all samples
             scores = {id: outcome[id] for id in ids if id in outcome}
-            if prepared.new is not None:
-                scores |= score_new_classes(prepared.new_world(), self.record, training.name)
+            for name, world in prepared.other_worlds().items():
+                scores |= score_new_classes(name, world, self.record, training.name)
             done[training.name] = (training, scores)
         return prepared.settings.rules().table(prepared.partition.domains, done, prepared.generalises)
 

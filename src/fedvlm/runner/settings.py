@@ -25,7 +25,7 @@ from fedvlm.engines.client import Attack, GroupRule, Kind
 from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
-from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.evaluate.protocols.contract import NEW_CLASS_PROTOCOLS
 from fedvlm.evaluate.protocols.leave_one_domain_out import LeaveOneDomainOut
 from fedvlm.evaluate.protocols.source_target import SourceTarget
 from fedvlm.parts.bodies import adapts
@@ -179,10 +179,10 @@ def _check_combination(settings: Settings) -> Settings:
             )
     _check_attack(settings)
     _check_transductive(settings)
-    if settings.protocol == BaseToNew.name and settings.engine == "flower":
+    if settings.protocol in NEW_CLASS_PROTOCOLS and settings.engine == "flower":
         raise SettingsError(
-            "protocol = 'base-to-new' is measured in one process, but with engine = 'flower' local tensors stay "
-            "with the clients; leave engine out"
+            f"protocol = {settings.protocol!r} is measured in one process, but with engine = 'flower' local tensors "
+            "stay with the clients; leave engine out"
         )
     first = settings.warm_start
     settings = replace(

@@ -33,7 +33,7 @@ from fedvlm.engines.state import Plan, State, pack_state, unpack_state
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
 from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training, contract
-from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.evaluate.protocols.contract import NEW_CLASS_PROTOCOLS
 from fedvlm.record import Record
 from fedvlm.report.tables import table_cells
 from fedvlm.runner import tune
@@ -207,9 +207,9 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"device = {settings.device!r} is for simulations: each site chooses its own device; leave it out"
         )
-    if settings.protocol == BaseToNew.name:
+    if settings.protocol in NEW_CLASS_PROTOCOLS:
         raise SettingsError(
-            f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
+            f"protocol = {settings.protocol!r} is for simulations: it tests on classes without training; use 'own-test'"
         )
     if settings.channel.verified and settings.selection != "last":
         raise SettingsError(

@@ -3,6 +3,7 @@
 from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols import (
     base_to_new,  # noqa: F401
+    cross_data_set,  # noqa: F401
     cross_device,  # noqa: F401
     leave_one_domain_out,  # noqa: F401
     own_test,  # noqa: F401

@@ -13,7 +13,7 @@ from fedvlm.evaluate.protocols.contract import (
     uniform_weights,
 )
 
-NEW_PREFIX = "new "  # before a client's id: its test samples of classes without training
+NEW = "new"  # before a client's id: its test samples of classes without training
 
 
 @register
@@ -29,11 +29,11 @@ class BaseToNew:
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         ((training, scores),) = done.values()
         base = mean_accuracy(scores, training.train)
-        new = mean_accuracy(scores, [NEW_PREFIX + id for id in training.train])
+        new = mean_accuracy(scores, [f"{NEW} {id}" for id in training.train])
         out: Table = {"base": base, "new": new, "harmonic": harmonic(base, new)}
         for id in training.train:
             out |= {f"base {id}": mean_accuracy(scores, [id])}
-            out |= {f"new {id}": mean_accuracy(scores, [NEW_PREFIX + id])}
+            out |= {f"new {id}": mean_accuracy(scores, [f"{NEW} {id}"])}
         return out
 
     def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:

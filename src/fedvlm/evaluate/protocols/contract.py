@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # tables of finished runs are made without torch
 Weights = Mapping[tuple[str, str], float]  # of (training, client) in a column
 Participants = Mapping[str, tuple[Sequence[str], Sequence[str]]]  # by training: who trains, who is unseen
 GROUP = "fedvlm.protocols"
+NEW_CLASS_PROTOCOLS = ("base-to-new", "cross-data-set")  # they test on classes that nobody trained on
 
 
 @dataclass(frozen=True)
