@@ -93,10 +93,7 @@ class Record:
         manifest = read_manifest(self.folder)
         compared_pair = ({key: manifest.get(key) for key in requested}, json.loads(json.dumps(requested)))
         if mismatches := differences(*compared_pair):
-            lines = [
-                f"  {name}: there {recorded_text}, here {requested_text}"
-                for name, recorded_text, requested_text in mismatches
-            ]
+            lines = [f"  {name}: there {recorded}, here {requested}" for name, recorded, requested in mismatches]
             raise SettingsError(
                 f"{self.folder} holds another run, which differs in\n"
                 + "\n".join(lines)
@@ -119,10 +116,8 @@ class Record:
             new = self._create_folder()
             other_files = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
             if other_files and not manifest.exists():
-                raise SettingsError(
-                    f"{self.folder} is not a run directory: it holds {sorted(other_files)[0]}; "
-                    "choose a new or an empty directory"
-                )
+                first = sorted(other_files)[0]
+                raise SettingsError(f"{self.folder} is not a run directory: it holds {first}; choose a new one")
         try:
             with exclusive_lock(lock, f"another process is working in {self.folder}; wait for it"):
                 self._remove_leftovers()
@@ -172,9 +167,7 @@ class Record:
                 try:
                     yield decode_json(text, None)
                 except DamagedError as error:
-                    raise DataError(
-                        f"line {number} of {self.lines_path} is damaged: {error}; run again, into another directory"
-                    ) from error
+                    raise DataError(f"line {number} of {self.lines_path} is damaged: {error}; run again") from error
 
     def drop_lines_after(self, training: str, rounds: int) -> None:
         """Drop lines of a training after its checkpoint; they will be written again."""
@@ -262,9 +255,8 @@ class Record:
 
     def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Return scores and diagnostics of every training of a seed, the first if none is named."""
-        return {
-            training: dict(read_json(self.path_of(training, seed, "json"))) for training in self.manifest["trainings"]
-        }
+        names = self.manifest["trainings"]
+        return {training: dict(read_json(self.path_of(training, seed, "json"))) for training in names}
 
     def outcome(self, training: str, seed: int | None = None) -> tuple[Tensors, Mapping[str, Tensors]]:
         """Return the final shared tensors of a training, and the local ones of each client."""

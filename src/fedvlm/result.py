@@ -109,9 +109,8 @@ def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any
     Example:
         >>> fedvlm.compare("runs/pacs", columns=["worst", "method.lr"])  # doctest: +SKIP
     """
-    return comparison_frame(
-        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))], columns
-    )
+    records = [[run] if isinstance(run, Record) else read_runs(Path(run)) for run in runs]
+    return comparison_frame([record for group in records for record in group], columns)
 
 
 def run(
@@ -166,10 +165,8 @@ def run(
         )
     if has_arrays:
         if beside := [name for name in ("data", "encoder", "source", "access") if name in values]:
-            raise DataError(
-                f"{beside[0]} = {values[beside[0]]!r} does not apply to samples in memory (clients = arrays); "
-                "leave one of them out"
-            )
+            name = beside[0]
+            raise DataError(f"{name} = {values[name]!r} does not apply to samples in memory (clients); leave it out")
         embedded = from_arrays(values.pop("clients"), classes, text, scale)
         clients_settings = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
         values = {"clients": clients_settings, "protocol": "own-test", **values}
@@ -178,10 +175,8 @@ def run(
     elif classes is not None or text is not None:
         raise DataError('classes and text are for samples in memory: clients={"a": (x, y), …}')
     if embedded is not None and not isinstance(embedded, EmbeddedTable):
-        raise DataError(
-            f"embedded must be a table of fedvlm, got a {type(embedded).__name__}; give arrays as "
-            'clients={"a": (x, y), …}'
-        )
+        kind = type(embedded).__name__
+        raise DataError(f'embedded must be a table of fedvlm, got a {kind}; give arrays as clients={{"a": (x, y), …}}')
     run_settings = build(with_method(method, values))
     trackers = Trackers(track)
     temporary = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
@@ -262,9 +257,7 @@ def sweep(
     method_object = values["method"]
     run_fields = {field.name for field in fields(Settings)}
     method_fields = {field.name for field in fields(method_object)} - run_fields
-    points = grid_of(
-        {f"method.{key}" if key in method_fields else key: grid_values for key, grid_values in over.items()}
-    )
+    points = grid_of({f"method.{key}" if key in method_fields else key: values for key, values in over.items()})
     row = {**values, "method": {"name": method_object.name, **asdict(method_object)}}
 
     all_settings = build_all(expand([row], points), list(points))

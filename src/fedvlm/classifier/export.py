@@ -52,10 +52,7 @@ def require_local_tensors(classifier: Personalised, client: str) -> Personalised
     """Refuse a classifier without its local tensors: after a deployment they are at the client's site."""
     _, first = classifier.method.init(classifier.frozen)
     if missing := sorted(first.keys() - classifier.local.keys()):
-        raise DataError(
-            f"the local tensor {missing[0]!r} of {client} never left its site; the classifier is "
-            "there, in the kit's folder classifiers"
-        )
+        raise DataError(f"the local tensor {missing[0]!r} of {client} is at its site, in the kit's folder classifiers")
     return replace(classifier, local={key: classifier.local[key] for key in first})
 
 
@@ -121,10 +118,7 @@ def to_onnx(classifier: Personalised) -> bytes:
     onnx, onnxruntime = (require(name, f"an ONNX file needs {name}", "onnx") for name in ("onnx", "onnxruntime"))
     name, needs = classifier.method.name, classifier.method.traits.needs
     if unsupported := needs & {"patches", "image tower"}:
-        raise SettingsError(
-            f"{name} predicts from {min(unsupported)}, and ONNX holds a classifier over pooled embeddings only; leave "
-            "--onnx out"
-        )
+        raise SettingsError(f"{name} predicts from {min(unsupported)}, not from pooled embeddings; leave --onnx out")
     x = 3 * probe_embeddings(classifier.frozen)
     names = ["logits", "probabilities"] + (["novelty"] if classifier.novelty is not None else [])
     model = onnx.load_from_string(_trace(_TracedClassifier(classifier), x, names))

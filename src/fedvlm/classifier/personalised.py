@@ -58,10 +58,8 @@ class Personalised:
 
     def __repr__(self) -> str:
         owner = f" of {self.client}" if self.client else ""
-        return (
-            f"<{self.method.name}{owner}: {len(self.frozen.classes)} classes, {self.encoder}, "
-            f"{self.frozen.dim} dimensions>"
-        )
+        n_classes, dim = len(self.frozen.classes), self.frozen.dim
+        return f"<{self.method.name}{owner}: {n_classes} classes, {self.encoder}, {dim} dimensions>"
 
     @property
     def classes_(self) -> NDArray[np.str_]:
@@ -190,9 +188,7 @@ class Personalised:
         if self.frozen.multi_label:
             truth = torch.as_tensor(np.asarray(y, np.float64))
             if tuple(truth.shape) != (len(x), len(self.frozen.classes)):
-                raise DataError(
-                    f"labels have the shape {tuple(truth.shape)}; give ({len(x)}, {len(self.frozen.classes)})"
-                )
+                raise DataError(f"labels have shape {tuple(truth.shape)}; give {(len(x), len(self.frozen.classes))}")
             known = truth.isfinite() & (truth >= 0)
             return float(((self.logits(x) > 0) == (truth == 1))[known].double().mean())
         labels = check_labels("the labels", np.asarray(y))
@@ -269,9 +265,7 @@ def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] |
     try:
         box = open_encoder(location or name, **(access or {}))
     except FedVLMError as error:
-        raise type(error)(
-            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name it with --encoder)"
-        ) from error
+        raise type(error)(f"{error} (the encoder is {encoder}; if it has another name here, give --encoder)") from error
     if not fingerprint(box).startswith(expected_fingerprint):
         raise SettingsError(
             f"{location or name} is not the encoder this was trained on: its fingerprint is "
@@ -306,9 +300,8 @@ def client_classifier(record: Record, client: str, seed: int | None = None) -> P
             name = record.path_of(training, seed, "json").stem
             novelty = read_novelty(record, name, client)
             return replace(classifier, calibration=read_calibration(record, name, client), novelty=novelty)
-    raise SettingsError(
-        f"no client {client!r} trained in {record.folder}; its clients are {', '.join(record.manifest['clients'])}"
-    )
+    clients = ", ".join(record.manifest["clients"])
+    raise SettingsError(f"no client {client!r} trained in {record.folder}; its clients are {clients}")
 
 
 def unseen_classifier(record: Record, training: str | None = None, seed: int | None = None) -> Personalised:

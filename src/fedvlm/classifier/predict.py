@@ -106,14 +106,9 @@ def predict(
     prediction per group: the column group of a table, or the folder of an image.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
-    tables = [
-        Path(image_path)
-        for image_path in images
-        if Path(image_path).suffix in STORE_SUFFIXES and Path(image_path).is_file()
-    ]
-    sources = [
-        _open_source(Path(image_path), classifier.window) for image_path in images if Path(image_path) not in tables
-    ]
+    paths = [Path(path) for path in images]
+    tables = [path for path in paths if path.suffix in STORE_SUFFIXES and path.is_file()]
+    sources = [_open_source(path, classifier.window) for path in paths if path not in tables]
     return predict_sources(classifier, sources, encoder, access, progress, Options(coverage, reject, group), tables)
 
 
@@ -156,9 +151,8 @@ def predict_sources(
         out.notes.append(f"the embeddings of {file} are assumed to be of {classifier.encoder}")
         add(names, groups or names, x.numpy(), f"its row of {file} is NaN, infinite or zero")
     if pooled:
-        names, logits = pool_logits(
-            [name for names, _ in pooled for name in names], [part for _, part in pooled], options
-        )
+        groups = [name for names, _ in pooled for name in names]
+        names, logits = pool_logits(groups, [part for _, part in pooled], options)
         out.rows.extend(_describe_logits(classifier, names, logits, options))
     return out
 
@@ -329,9 +323,8 @@ def score(
     else:
         images = subset_dataset(dataset, np.array(labelled))
         group_of = dict(zip(names, groups, strict=True)).__getitem__
-        predictions = predict_sources(
-            classifier, [(images.source, "")], encoder, access, progress, options, (), group_of
-        )
+        parts = [(images.source, "")]
+        predictions = predict_sources(classifier, parts, encoder, access, progress, options, (), group_of)
     aligned = replace(dataset, **align_labels(dataset, number, len(predictions.classes)))
     index = {prediction.file: place for place, prediction in enumerate(predictions.rows)}
     pairs = [(index[groups[row]], row) for row in labelled if groups[row] in index]
@@ -343,11 +336,8 @@ def score(
     if y.ndim == 1 and not torch.equal(truth[places], y):
         raise DataError(f"a group of {data} has images of several classes; correct its labels, or leave --group out")
     predictions.notes.append(SCORE_NOTE)
-    return (
-        _score_findings(predictions, truth, coverage)
-        if y.ndim == 2
-        else _score_predictions(predictions, truth, coverage)
-    )
+    score_of = _score_findings if y.ndim == 2 else _score_predictions
+    return score_of(predictions, truth, coverage)
 
 
 def _probability_matrix(predictions: Predictions) -> Tensor:
@@ -368,9 +358,8 @@ def _score_findings(predictions: Predictions, y: Tensor, coverage: float | None)
     }
     accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
     sets = [prediction.prediction_set or () for prediction in predictions.rows]
-    allowed = [
-        [(name in held or name + UNSURE in held, name not in held) for name in predictions.classes] for held in sets
-    ]
+    names = predictions.classes
+    allowed = [[(name in held or name + UNSURE in held, name not in held) for name in names] for held in sets]
     may_be_present, may_be_absent = torch.tensor(allowed).unbind(2)
     is_covered = torch.where(y == 1, may_be_present, may_be_absent)[known].double().mean()
     has_coverage = coverage is not None

@@ -122,9 +122,7 @@ class TrainingTraits:
 
     memory: frozenset[str] = documented(frozenset(), "names of tensors that are kept but not trained")
     min_samples: int = documented(1, "training samples that every client must have")
-    client_count: str | None = documented(
-        None, "name of a shared tensor that holds, from the start, how many clients there are"
-    )
+    client_count: str | None = documented(None, "name of a shared tensor that holds how many clients there are")
     reference: Literal["public", "target"] | None = documented(
         None, "unlabelled samples that come as `batch.reference` (a setting)"
     )
@@ -141,21 +139,15 @@ class PrivacyTraits:
     upload_sum: Literal["samples", "clients", "total"] | None = documented(
         None, f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all that `aggregate` needs, so that a verified sum will do"
     )
-    ragged_uploads: frozenset[str] = documented(
-        frozenset(), "names of uploaded tensors whose shape differs between clients"
-    )
-    centralised: bool = documented(
-        False, "not federated: one client has the samples of all that train, in a simulation only"
-    )
+    ragged_uploads: frozenset[str] = documented(frozenset(), "uploaded tensors whose shape differs between clients")
+    centralised: bool = documented(False, "not federated: one client has the samples of all, in a simulation only")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTraits:
     """How a method treats single classes."""
 
-    fixed: bool = documented(
-        False, "local tensors name classes, though not by their shape: the method cannot learn a new class"
-    )
+    fixed: bool = documented(False, "local tensors name classes, so that the method cannot learn a new class")
     min_class_samples: int | None = documented(
         None, "samples a class must have at a client for its statistics to be uploaded (a setting)"
     )

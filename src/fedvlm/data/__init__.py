@@ -57,6 +57,5 @@ def _not_found(name: str, entries: dict[str, Entry]) -> DataError | SettingsErro
             f"there is no file or folder {name}; {suggestion}name a folder, a .zip, a manifest, a data set of the "
             f"catalogue, or one of {', '.join(forms)}"
         )
-    return SettingsError(
-        f"there is no file or folder {name!r}, and {unknown_name('data set', name, [*entries, *forms])}"
-    )
+    unknown = unknown_name("data set", name, [*entries, *forms])
+    return SettingsError(f"there is no file or folder {name!r}, and {unknown}")

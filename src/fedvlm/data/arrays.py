@@ -66,7 +66,7 @@ def from_arrays(
     if text_vectors is not None and (text_vectors.ndim != 2 + is_multi or text_vectors.shape[-1] != dim):
         expected = f"(findings, 2, {dim})" if is_multi else f"(classes, {dim})"
         raise DataError(
-            f"text of shape {tuple(text_vectors.shape)} does not fit embeddings of length {dim}; it must be {expected}"
+            f"text has shape {tuple(text_vectors.shape)} and embeddings length {dim}; it must be {expected}"
         )
     if is_multi:
         matrix = _join_findings(labels_by_client, classes)
@@ -87,9 +87,8 @@ def from_arrays(
         )
     x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
     labels = np.concatenate([labels, np.full(len(x) - len(labels), UNLABELLED)])
-    owners = string_column(
-        [id for part in (labels_by_client, unlabelled) for id, rows in part.items() for _ in rows], len(x)
-    )
+    by_client: list[tuple[str, Any]] = [*labels_by_client.items(), *unlabelled.items()]
+    owners = string_column([id for id, rows in by_client for _ in rows], len(x))
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
@@ -134,9 +133,8 @@ def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
     values = _check_matrix(context, x)
     labels = check_labels(context, y) if np.ndim(y) < 2 else _tensor(context, y).double().numpy()
     if len(labels) != len(values) or labels.ndim > 2:
-        raise DataError(
-            f"{context} has {len(values)} embeddings and labels of shape {labels.shape}; give one label per embedding"
-        )
+        n_samples = len(values)
+        raise DataError(f"{context} has {n_samples} embeddings and labels of shape {labels.shape}; give one label each")
     if not len(values):
         raise DataError(f"{context} has no samples; give it some, or leave it out")
     return values, labels
@@ -187,9 +185,7 @@ def check_labels(context: str, y: Any) -> NDArray[Any]:
         raise DataError(f"{context}: the label {wrong[0]} names no class; correct it or drop the sample")
     names = [label for label in given if isinstance(label, str)]
     if names and (others := [label for label in given if not isinstance(label, str)]):
-        raise DataError(
-            f"{context}: the labels mix numbers and names ({others[0]!r} and {names[0]!r}); use one of the two"
-        )
+        raise DataError(f"{context}: the labels mix numbers and names ({others[0]!r} and {names[0]!r}); use one kind")
     is_integer = labels.dtype.kind == "f" or (labels.dtype.kind == "O" and all(type(label) is int for label in given))
     return labels.astype(np.int64) if is_integer else labels
 

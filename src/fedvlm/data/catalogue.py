@@ -84,9 +84,8 @@ def catalogue() -> dict[str, Entry]:
 def _read_catalogue() -> None:
     for name, fields in tomllib.loads((FOLDER / "catalogue.toml").read_text(encoding="utf-8")).items():
         templates = fields.get("templates", "picture")
-        fields["templates"] = (
-            {"picture": PICTURE, "photo": PHOTO}[templates] if isinstance(templates, str) else templates
-        )
+        known = {"picture": PICTURE, "photo": PHOTO}
+        fields["templates"] = known[templates] if isinstance(templates, str) else templates
         fields["classes"] = class_names(fields.get("classes", name))
         if "place" in fields:
             fields["place"] = str(FOLDER / fields["place"])
@@ -110,10 +109,7 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
         raise DataError(f"{entry.name} is not shipped: get it from {entry.home}; then set root to {entry.shape}")
     kind_and_place = detect_kind(place)
     if kind_and_place is None:
-        raise DataError(
-            f"{place} is not there, so {entry.name} cannot be opened; set root to {entry.shape} "
-            f"(available from {entry.home})"
-        )
+        raise DataError(f"{place} is not there; get {entry.name} from {entry.home}, and set root to {entry.shape}")
     data = _arrange(entry, place, _read(entry, *kind_and_place))
     counts = Counter(data.domains.tolist())
     if entry.domains and set(counts) != set(entry.domains):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -116,9 +117,8 @@ def assign_clients(pool: Pool, settings: Clients, classes: Sequence[str], seed: 
     present = np.unique(pool.labels)
     if settings.partition == "coarse-dirichlet":
         groups = superclasses(classes)
-        return dirichlet(
-            pool, settings, rng, lambda: two_level_proportions(groups, count, settings.alpha, rng)[present]
-        )
+        alpha = settings.alpha
+        return dirichlet(pool, settings, rng, lambda: two_level_proportions(groups, count, alpha, rng)[present])
     concentration = np.full(count, settings.alpha)
     return dirichlet(pool, settings, rng, lambda: rng.dirichlet(concentration, size=len(present)))
 
@@ -212,11 +212,8 @@ def dirichlet(pool: Pool, settings: Clients, rng: np.random.Generator, draw: Cal
     Draw again until every client has `min_samples` training samples and a sample of each split that exists.
     """
     labels, parts, clients = pool.labels, pool.parts, settings.count
-    cells = [
-        np.flatnonzero((labels == label) & (parts == part))
-        for label in np.unique(labels)
-        for part in range(len(SPLITS))
-    ]
+    pairs = product(np.unique(labels), range(len(SPLITS)))
+    cells = [np.flatnonzero((labels == label) & (parts == part)) for label, part in pairs]
     sizes = np.bincount(parts, minlength=len(SPLITS))
     min_counts = np.array([settings.min_samples, 1, 1]) * (sizes > 0)
     if (short := sizes < min_counts * clients).any():

@@ -40,10 +40,8 @@ def read_common_descriptions(common: str, rows: EmbeddedTable) -> Sentences:
 def read_client_descriptions(path: str, classes: Sequence[str]) -> dict[str, Sentences]:
     """Read the sentences of each client; a client need not describe every class."""
     tables = read_file(Path(path))
-    return {
-        id: [sentences or [] for sentences in match_sentences(Path(path), table, classes)]
-        for id, table in sorted(tables.items())
-    }
+    by_client = {id: match_sentences(Path(path), table, classes) for id, table in sorted(tables.items())}
+    return {id: [sentences or [] for sentences in by_class] for id, by_class in by_client.items()}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -68,9 +66,7 @@ def match_sentences(path: Path, table: Any, classes: Sequence[str]) -> list[list
         if readable_name(name) not in names:
             raise unknown_name(f"class of {path}", name, classes)
         if not isinstance(sentences, list) or not all(isinstance(text, str) and text.strip() for text in sentences):
-            raise SettingsError(
-                f"{path}: the sentences of {name!r} must be a list of non-empty strings, got {sentences!r:.60}"
-            )
+            raise SettingsError(f"{path}: the sentences of {name!r} must be a list of strings, got {sentences!r:.60}")
         out[names[readable_name(name)]] = [" ".join(sentence.split()) for sentence in sentences]
     return out
 

@@ -27,9 +27,7 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     else:
         raise DataError(f"there is no {root}; {suggest_path(root)}name a folder or a .zip of images")
     if not files:
-        raise DataError(
-            f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, in folders named after their class"
-        )
+        raise DataError(f"{root} has no images in folders of classes; they end in {', '.join(sources.SUFFIXES)}")
     depths = sorted({file.count("/") for file in files})
     if len(depths) > 1:
         shallow, deep = (next(file for file in files if file.count("/") == depth) for depth in (depths[0], depths[-1]))
@@ -54,10 +52,8 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     optional = (columns.get(level) for level in ("domain", "client", "split"))
     labels = ["" if name == UNLABELLED_FOLDER else name for name in columns["class"]]
     table = tabulate(root.stem, source, labels, classes, *optional)
-    notes = [
-        *_swap_note(root, levels, table, layout is not None),
-        *_ignored_notes(root, files, folders, levels, skipped),
-    ]
+    notes = _swap_note(root, levels, table, layout is not None)
+    notes += _ignored_notes(root, files, folders, levels, skipped)
     return replace(table, notes=tuple(notes))
 
 
@@ -131,7 +127,4 @@ def _check_empty(root: Path, labels: Sequence[str], folders: list[str], depth: i
     for folder in folders:
         parts = folder.split("/")
         if len(parts) == depth + 1 and to_nfc(parts[depth]) not in full:
-            raise DataError(
-                f"{root}: class {parts[depth]!r} has no images (the folder {folder} is empty); "
-                "add some or remove the folder"
-            )
+            raise DataError(f"{root}: class {parts[depth]!r} has no images (the folder {folder} is empty); add some")

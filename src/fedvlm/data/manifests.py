@@ -81,11 +81,8 @@ def read_findings(
         return names, matrix.reshape(len(cells), len(names))
     known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
     values = {"0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "": nan, "nan": nan}
-    titles = [
-        title
-        for title, cells in columns.items()
-        if title not in known and any(cells) and all(cell.lower() in values for cell in cells)
-    ]
+    candidates = {title: cells for title, cells in columns.items() if title not in known and any(cells)}
+    titles = [title for title, cells in candidates.items() if all(cell.lower() in values for cell in cells)]
     if classes is not None:
         if missing := sorted({name.lower() for name in classes} - set(columns)):
             raise DataError(f"{context} has no column {missing[0]!r} for that finding")
@@ -141,11 +138,8 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     form = 'it must hold {"train": [[path, label, class], ...], "val": ..., "test": ...}'
     try:
         parts = json.loads(file.read_text(encoding="utf-8"))
-        rows = [
-            (str(name), int(label), str(title), str(split))
-            for split, items in parts.items()
-            for name, label, title in items
-        ]
+        lines = [(*item, split) for split, items in parts.items() for item in items]
+        rows = [(str(name), int(label), str(title), str(split)) for name, label, title, split in lines]
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{file} is not a split file of CoOp ({error}); {form}") from error
     if not rows:
@@ -153,9 +147,7 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     titles: dict[int, str] = {}
     for name, label, title, _ in rows:
         if titles.setdefault(label, title) != title:
-            raise DataError(
-                f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; a label has one class"
-            )
+            raise DataError(f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; give it one class")
     classes = [titles[label] for label in sorted(titles)]
     if sorted(titles) != list(range(len(titles))) or len(set(classes)) < len(classes):
         raise DataError(f"{file}: the labels are not 0, 1, 2, ... with one class each; get it again")
@@ -204,10 +196,8 @@ def parquet_columns(file: Path, file_kind: str) -> dict[str, list[Any]]:
 
 def _columns(file: Path) -> dict[str, list[str]]:
     if file.suffix.lower() == ".parquet":
-        return {
-            title: ["" if cell is None else str(cell).strip() for cell in cells]
-            for title, cells in parquet_columns(file, "manifest").items()
-        }
+        columns = parquet_columns(file, "manifest").items()
+        return {title: ["" if cell is None else str(cell).strip() for cell in cells] for title, cells in columns}
     header, *lines = csv_lines(file, "manifest")
     return {title: [line[index] for line in lines] for index, title in enumerate(header)}
 

@@ -238,10 +238,8 @@ def _partition_with_unlabelled(table: SampleTable, clients: Clients, seed: int, 
         groups=None if table.groups is None else table.groups[labelled],
     )
     partition = _partition_labelled(subset, clients, seed, targets)
-    rows_of = {
-        id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS}
-        for id, client in partition.clients.items()
-    }
+    members_of = partition.clients.items()
+    rows_of = {id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS} for id, client in members_of}
     held_out = [rows[split] for rows in rows_of.values() for split in ("validation", "test", "calibration")]
     excluded = np.concatenate([labelled[partition.public], *held_out])
     content = rank_digests(table.content)

@@ -87,13 +87,9 @@ class Archive:
             with self._open.open(self.members[row]) as member:
                 data = member.read(MAX_IMAGE_BYTES + 1)
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
-            raise DataError(
-                f"{self.members[row]} of {self.path} cannot be read ({error}); the archive is damaged, so get it again"
-            ) from error
+            raise DataError(f"{self.members[row]} of {self.path} cannot be read ({error}); get it again") from error
         if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"{self.members[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
-            )
+            raise DataError(f"{self.members[row]} of {self.path} has more than {MAX_IMAGE_BYTES:,} bytes; leave it out")
         return data
 
 
@@ -116,9 +112,7 @@ class Arrow:
         try:
             return read_regular(Path(cell["path"]), MAX_IMAGE_BYTES)
         except (OSError, TypeError) as error:
-            raise DataError(
-                f"{self.name(row)} has neither bytes nor a file ({cell!r}); save the data set with its images embedded"
-            ) from error
+            raise DataError(f"{self.name(row)} has neither bytes nor a file; save it with its images") from error
 
 
 class Pixels:
@@ -282,9 +276,7 @@ def check_window(value: Any) -> Window | None:
         return None
     is_numeric = isinstance(value, Sequence) and all(isinstance(bound, int | float) for bound in value)
     if not is_numeric or len(value) != 2 or not value[0] < value[1]:
-        raise SettingsError(
-            f"source.window must be the values shown as black and as white, as [-160, 240]; got {value!r}"
-        )
+        raise SettingsError(f"source.window must be the values that are black and white, as [-160, 240]; got {value!r}")
     return float(value[0]), float(value[1])
 
 

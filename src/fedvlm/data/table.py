@@ -276,10 +276,8 @@ def tabulate(
     number = {"": UNLABELLED} | {class_name: index for index, class_name in enumerate(ordered)}
     for row, label in enumerate(row_names):
         if label not in number:
-            raise DataError(
-                f"{name}: {source.name(row)} has the label {label!r}, which is no class; the "
-                f"classes are {join_names(ordered)}"
-            )
+            owner, known = source.name(row), join_names(ordered)
+            raise DataError(f"{name}: {owner} has the label {label!r}, which is no class; the classes are {known}")
     if empty := sorted(set(ordered) - used):
         raise DataError(f"{name}: class {empty[0]!r} has no images; add some or leave the class out")
     return Dataset(
@@ -308,10 +306,7 @@ def check_class_names(context: str, names: Sequence[str]) -> None:
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise DataError(f"{context}: the class {twice!r} is listed twice; list every class once")
     if reserved := [name for name in names if name.casefold() == UNLABELLED_FOLDER]:
-        raise DataError(
-            f"{context}: {reserved[0]!r} cannot be a class, because images in a folder of this name have no label; "
-            "rename the class"
-        )
+        raise DataError(f"{context}: {reserved[0]!r} cannot be a class: it means images without a label; rename it")
 
 
 def check_scale(context: str, scale: float) -> float:
@@ -340,10 +335,8 @@ def _check_case_collisions(name: str, classes: Sequence[str]) -> None:
     for class_name in classes:
         key = class_name.replace("_", " ").casefold()
         if key in spelling_of:
-            raise DataError(
-                f"{name}: the classes {spelling_of[key]!r} and {class_name!r} differ only in case or blanks; "
-                "give them one spelling"
-            )
+            spellings = f"{spelling_of[key]!r} and {class_name!r}"
+            raise DataError(f"{name}: the classes {spellings} differ only in case or blanks; give them one spelling")
         spelling_of[key] = class_name
 
 

@@ -72,9 +72,7 @@ class Http:
             self._max_batch, self._max_bytes = int(info["max_batch"]), int(info["max_bytes"])
             self.identity = {"kind": "http", "server": str(info["fingerprint"])}
         except (KeyError, TypeError, ValueError) as error:
-            raise EncoderError(
-                f"{self.url}/info is not the reply of an encoder server ({error!r}); check the URL"
-            ) from error
+            raise EncoderError(f"{self.url}/info is no reply of an encoder ({error!r}); check the URL") from error
         if "image" not in self.offers:
             raise EncoderError(f"{self.url} offers no image embeddings; use another server")
 
@@ -91,9 +89,8 @@ class Http:
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
             raise EncoderError(f"{self.name} has no text; its server offers images only")
-        answer = self._request(
-            "POST", "/text", {"sentences": list(sentences)}, max_reply_bytes(len(sentences), self.dim)
-        )
+        max_bytes = max_reply_bytes(len(sentences), self.dim)
+        answer = self._request("POST", "/text", {"sentences": list(sentences)}, max_bytes)
         vectors = self._array(answer, "pooled", len(sentences), 2)
         return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
 
@@ -138,16 +135,11 @@ class Http:
 
     def _array(self, answer: dict[str, Any], key: str, rows: int, axes: int) -> NDArray[Any]:
         if answer.get("fingerprint") != self.identity["server"]:
-            raise EncoderError(
-                f"the encoder behind {self.url} was changed while it was in use; "
-                "run again to embed everything with the new one"
-            )
+            raise EncoderError(f"the encoder behind {self.url} was changed while it was in use; run again")
         try:
             values = decode_array(answer[key])
         except (KeyError, TypeError, ValueError) as error:
-            raise EncoderError(
-                f"{self.url} returned no array {key!r} ({error!r}); report it to the server's owner"
-            ) from error
+            raise EncoderError(f"{self.url} returned no array {key!r} ({error!r}); tell the server's owner") from error
         if values.ndim != axes or len(values) != rows or values.shape[-1] != self.dim:
             raise EncoderError(
                 f"{self.url} returned {key} of {values.shape} for {rows} rows; "

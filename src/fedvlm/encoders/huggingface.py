@@ -172,9 +172,7 @@ def load(source: str | Path, local_only: bool) -> tuple[Any, Any, Any, Pixels]:
     options = {"local_files_only": local_only, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(location, **options)
     if config.model_type not in FAMILIES:
-        raise EncoderError(
-            f"{source} is a model of type {config.model_type!r}; supported types are {', '.join(FAMILIES)}"
-        )
+        raise EncoderError(f"{source} is of type {config.model_type!r}; supported types are {', '.join(FAMILIES)}")
     preprocess = _pixels(transformers, location, config.model_type, options)
     family = getattr(transformers, FAMILIES[config.model_type][0])
     shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}

@@ -113,10 +113,7 @@ class DecodedImageCache:
             raise EncoderError("the image tower takes pixels, but the encoder has no preprocessing to pixels")
         side = preprocess.crop or preprocess.size
         if not isinstance(side, tuple):
-            raise EncoderError(
-                "the encoder does not crop images to one size; to train its image tower set "
-                "crop_size in its preprocessor_config.json"
-            )
+            raise EncoderError("images are not cropped to one size; set crop_size in preprocessor_config.json")
         self.size = side
         self._source, self._rows, self._preprocess = source, rows, preprocess
         self._content = [bytes.fromhex(digest) for digest in content]

@@ -117,7 +117,7 @@ class OnnxModel:
         if len(named or flat) != 1:
             listed = ", ".join(f"{output.name} {output.shape}" for output in outputs)
             raise EncoderError(
-                f"{file} must have one output of (batch, dim), or name it image_embeds or text_embeds; it has {listed}"
+                f"{file} must have one output (batch, dim), or image_embeds or text_embeds; got {listed}"
             )
         self.output = (named or flat)[0]
 
@@ -125,12 +125,8 @@ class OnnxModel:
         """Return the edge of the images, from the settings or from the shape of the input."""
         shape = self.inputs[0].shape
         if len(self.inputs) != 1 or len(shape) != 4 or "float" not in self.inputs[0].type:
-            listed = ", ".join(
-                f"{model_input.name} {model_input.type} {model_input.shape}" for model_input in self.inputs
-            )
-            raise EncoderError(
-                f"{self.file} must take one input of (batch, 3, height, width) floats; it takes {listed}"
-            )
+            listed = ", ".join(f"{given.name} {given.type} {given.shape}" for given in self.inputs)
+            raise EncoderError(f"{self.file} must take one input of (batch, 3, height, width) floats; it has {listed}")
         fixed = [edge for edge in shape[2:] if isinstance(edge, int)]
         expected = size or (fixed[0] if fixed else None)
         if expected is None:

@@ -128,9 +128,7 @@ def find_weights(name: str, path: Path) -> Path:
         candidates = sorted(path.glob("*.safetensors"))
         if len(candidates) == 1:
             return candidates[0]
-        raise EncoderError(
-            f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict there as one"
-        )
+        raise EncoderError(f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict in one")
     if path.suffix != ".safetensors" or not path.is_file():
         problem = "is not a .safetensors file" if path.is_file() else "is not there"
         raise EncoderError(

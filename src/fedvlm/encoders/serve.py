@@ -82,11 +82,8 @@ class Service:
             raise RequestRefused(422, "this encoder has no patch embeddings")
         vectors = self.embed_images(images, patches)
         spread = None if vectors.patches is None else encode_array(vectors.patches)
-        return {
-            "fingerprint": self.fingerprint,
-            "pooled": encode_array(np.asarray(vectors.pooled, np.float32)),
-            "patches": spread,
-        }
+        pooled = encode_array(np.asarray(vectors.pooled, np.float32))
+        return {"fingerprint": self.fingerprint, "pooled": pooled, "patches": spread}
 
     def embed_images(self, images: Sequence[str], patches: bool) -> Vectors:
         """Embed images in base64."""
@@ -169,9 +166,8 @@ class Gateway:
 
 def new_application(title: str, **options: Any) -> "FastAPI":
     """Return an empty FastAPI application."""
-    application: FastAPI = require("fastapi", "fastapi is not installed", "serve", EncoderError).FastAPI(
-        title=title, **options
-    )
+    module = require("fastapi", "fastapi is not installed", "serve", EncoderError)
+    application: FastAPI = module.FastAPI(title=title, **options)
     return application
 
 

@@ -78,9 +78,7 @@ class Store:
         self.identity = {"kind": "store", "rows": self.embedded.fingerprint}
 
     def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
-        raise EncoderError(
-            f"{self.name} holds embeddings and no weights; use it without a data set, or name an encoder for images"
-        )
+        raise EncoderError(f"{self.name} holds embeddings, no weights; leave the data set out, or name another encoder")
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         raise EncoderError(f"{self.name} has no text tower; use its own text embeddings")
@@ -424,9 +422,8 @@ def _normalise_rows(file: Path, key: str, values: Tensor, names: Sequence[Any] |
         return values
     parts = (part.to(torch.float32) for _, part in iterate_chunks(values))
     rows, dim = values.shape
-    return concatenate_rows(
-        cache_directory(), (rows, dim), parts if is_unit else (normalize(part, dim=1) for part in parts)
-    )
+    units = parts if is_unit else (normalize(part, dim=1) for part in parts)
+    return concatenate_rows(cache_directory(), (rows, dim), units)
 
 
 def _row_digests(x: Tensor) -> Digests:
@@ -484,6 +481,5 @@ def _select_classes(
     place[[table.classes.index(name) for name in names]] = np.arange(len(names))
     rows = np.flatnonzero((table.labels < 0) | (relabel(table.labels, place) >= 0))
     digest = sha256("\x1f".join([table.fingerprint, *names]).encode()).hexdigest()
-    return table.select(
-        rows, classes=names, labels=relabel(table.labels[rows], place), text=vectors, fingerprint=digest
-    )
+    labels = relabel(table.labels[rows], place)
+    return table.select(rows, classes=names, labels=labels, text=vectors, fingerprint=digest)

@@ -96,9 +96,7 @@ def resample_of(name: str, interpolation: str) -> int:
     try:
         return int(Image.Resampling[interpolation.upper()])
     except KeyError:
-        raise EncoderError(
-            f"{name} resizes by {interpolation!r}; supported are bilinear, bicubic, nearest, lanczos"
-        ) from None
+        raise EncoderError(f"{name} resizes by {interpolation!r}; use bilinear, bicubic, nearest or lanczos") from None
 
 
 def library_name(name: str, source: str) -> str:
@@ -119,9 +117,8 @@ def explain_library_errors(name: str, package: str, needed: str) -> Iterator[Non
     except EncoderError:
         raise
     except ImportError as error:
-        raise EncoderError(
-            f"{name} needs {package} and a torchvision that fits torch ({error}); pip install 'fedvlm[{package}]'"
-        ) from error
+        needs = f"{package} and a torchvision that fits torch"
+        raise EncoderError(f"{name} needs {needs} ({error}); pip install 'fedvlm[{package}]'") from error
     except Exception as error:  # these libraries raise nearly every kind on files, names and the Hub
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EncoderError(

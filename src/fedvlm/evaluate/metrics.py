@@ -89,9 +89,8 @@ def prediction_details(p: Tensor, y: Tensor) -> dict[str, Any]:
     recalls = (confusion.diagonal() / rows.clamp(min=1)).tolist()
     is_true_class = torch.nn.functional.one_hot(y, p.shape[1]).bool()
     place = torch.bucketize(p.double(), torch.tensor(SCORE_EDGES, dtype=torch.float64))
-    histograms = [
-        torch.bincount(place[part], minlength=len(SCORE_EDGES) + 1) for part in (is_true_class, ~is_true_class)
-    ]
+    counts, parts = len(SCORE_EDGES) + 1, (is_true_class, ~is_true_class)
+    histograms = [torch.bincount(place[part], minlength=counts) for part in parts]
     return {
         "hits": np.packbits((p.argmax(1) == y).numpy()).tobytes().hex(),
         "confusion": cells,
@@ -271,11 +270,8 @@ def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
 
 def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
     """Average the accuracy over clients; None where no client has samples."""
-    parts = [
-        scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]
-        for id in sorted(ids)
-        if id in scores and scores[id][f"{split}_rows"]
-    ]
+    counts = [(scores[id][f"{split}_hits"], scores[id][f"{split}_rows"]) for id in sorted(ids) if id in scores]
+    parts = [hits / rows for hits, rows in counts if rows]
     return fmean(parts) if parts else None
 
 

@@ -46,9 +46,8 @@ def largest_gradient_difference(start: Tensor, ends: Sequence[Tensor], steps: Se
     """
     if len(ends) < 2:
         return float("nan")
-    gradients = torch.stack(
-        [(start - end).flatten() / (rate * max(count, 1)) for end, count in zip(ends, steps, strict=True)]
-    )
+    pairs = zip(ends, steps, strict=True)
+    gradients = torch.stack([(start - end).flatten() / (rate * max(count, 1)) for end, count in pairs])
     return torch.cdist(gradients, gradients).max().item()
 
 

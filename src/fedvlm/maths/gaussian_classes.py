@@ -429,11 +429,8 @@ def released_class_sums(
 
 def pack_statistics(counts: Tensor, sums: Tensor, second: Tensor, max_samples: int) -> Tensors:
     """Return an upload of whole numbers, which add up exactly, of at most `max_samples` per client."""
-    return {
-        "counts": counts.to(torch.int32),
-        "sums": to_fixed_point(sums, max_samples),
-        "moments": to_fixed_point(second, max_samples),
-    }
+    whole = {"sums": to_fixed_point(sums, max_samples), "moments": to_fixed_point(second, max_samples)}
+    return {"counts": counts.to(torch.int32), **whole}
 
 
 def add_uploads(uploads: Sequence[Tensors], keys: Collection[str]) -> Tensors:

@@ -36,11 +36,8 @@ class ImageTower:
         self._call = _Call(model, pool, layers)
         self._block_prefix = f"model.{name}."  # of the keys of transformer blocks
         self.blocks = len(layers)
-        self.weights: Tensors = {
-            key: value.detach()
-            for key, value in self._call.named_parameters()
-            if not key.startswith(NON_IMAGE_PREFIXES)
-        }
+        parameters = dict(self._call.named_parameters())
+        self.weights: Tensors = {k: v.detach() for k, v in parameters.items() if not k.startswith(NON_IMAGE_PREFIXES)}
         self._device_tensors: Tensors = {}  # weights and buffers on another device than the model's
         self.width: int = self.weights[self.matrices(["q"])[0]].shape[1]  # of a token
 

@@ -117,10 +117,8 @@ def clipped_sum(gradients: Tensors, clip: float, real: Tensor) -> Tensors:
 def add_noise_to_all(total: Tensors, std: float, noise: Tensor) -> Tensors:
     """Add normal noise of this std to every number; `noise` is flat and standard normal."""
     parts = torch.split(noise, [value.numel() for value in total.values()])
-    return {
-        key: add_noise(value, std, part.view(value.shape))
-        for (key, value), part in zip(total.items(), parts, strict=True)
-    }
+    named = zip(total.items(), parts, strict=True)
+    return {key: add_noise(value, std, part.view(value.shape)) for (key, value), part in named}
 
 
 def orthonormal_factors(matrix: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:

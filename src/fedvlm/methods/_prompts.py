@@ -23,10 +23,7 @@ DEFAULT_N_CTX = 16  # of most papers
 def tower_of(frozen: Frozen) -> TextTower:
     """Return the text tower, or refuse an encoder that has none."""
     if frozen.text_tower is None:
-        raise SettingsError(
-            "prompts are learned through the text tower, which this encoder does not offer; "
-            "use a CLIP model: demo, or hf:NAME"
-        )
+        raise SettingsError("this encoder has no text tower, which prompts need; use a CLIP model: demo, or hf:NAME")
     return frozen.text_tower
 
 

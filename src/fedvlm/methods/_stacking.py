@@ -39,10 +39,8 @@ def update_in_chunks(
 ) -> tuple[Tensors, Tensors]:
     """Update so many stacked clients at a time, and join the results."""
     chunks = [slice(first, first + size) for first in range(0, len(clients.y), size)]
-    results = [
-        update(select_tensors(sent, chunk), select_tensors(local, chunk), select_clients(clients, chunk))
-        for chunk in chunks
-    ]
+    parts = [(select_tensors(sent, c), select_tensors(local, c), select_clients(clients, c)) for c in chunks]
+    results = [update(*part) for part in parts]
     if len(results) == 1:
         return results[0]
     uploads, locals_ = zip(*results, strict=True)

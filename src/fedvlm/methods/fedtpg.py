@@ -39,9 +39,7 @@ class FedTPG(PromptSettings):
             raise SettingsError(f"fedtpg generates its prompt; ctx_init must be 'random', got {self.ctx_init!r}")
         width, dim, draw = tower_of(frozen).width, frozen.dim, seeds.generator("prompt network", frozen.seed)
         if width % self.attention_heads:
-            raise SettingsError(
-                f"fedtpg.attention_heads must divide the text tower's width of {width}, got {self.attention_heads}"
-            )
+            raise SettingsError(f"fedtpg.attention_heads must divide the width {width}, got {self.attention_heads}")
 
         def uniform(bound: float, *shape: int) -> Tensor:
             return bound * (2 * torch.rand(*shape, generator=draw) - 1)

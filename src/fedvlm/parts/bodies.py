@@ -38,9 +38,8 @@ def minibatch(client: Client, step: int) -> Batch:
     real = rows >= 0
     rows = rows.clamp(min=0)
     reference_rows = client.reference_order[step].clamp(min=0)
-    return Batch(
-        to_float32(client.x[rows]), client.y[rows].clamp(min=0), real, to_float32(client.reference[reference_rows])
-    )
+    reference = to_float32(client.reference[reference_rows])
+    return Batch(to_float32(client.x[rows]), client.y[rows].clamp(min=0), real, reference)
 
 
 def suppress_client_classes(client: Client, counts: Tensor, smallest: int) -> Client:

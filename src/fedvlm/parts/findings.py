@@ -54,15 +54,8 @@ def finding_frozen(frozen: Frozen, finding: int) -> Frozen:
     if tower is not None:  # made for "no FINDING", "FINDING" of each finding in turn
         part = slice(2 * finding, 2 * finding + 2)
         tower = replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})  # type: ignore[type-var]
-    return replace(
-        frozen,
-        classes=(f"no {name}", name),
-        text=text,
-        text_tower=tower,
-        descriptions=None,
-        negative_text=None,
-        multi_label=False,
-    )
+    none: dict[str, Any] = {"descriptions": None, "negative_text": None, "multi_label": False}
+    return replace(frozen, classes=(f"no {name}", name), text=text, text_tower=tower, **none)
 
 
 def finding_client(client: Client, finding: int) -> Client:

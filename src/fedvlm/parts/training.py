@@ -158,10 +158,8 @@ def train_minibatches(
         if isinstance(self, Alternating):
             turns = {key: active & self.trains_in_epoch(key, epochs[..., index]) for key in trained}
         move(trained, gradients, states, turns)
-        memory_tensors |= {
-            key: where_active(active, remembered[key], memory_tensors[key])
-            for key in memory_tensors.keys() & remembered.keys()
-        }
+        both = memory_tensors.keys() & remembered.keys()
+        memory_tensors |= {key: where_active(active, remembered[key], memory_tensors[key]) for key in both}
     now = {**trained, **memory_tensors}
     local_values = {key: now[key] for key in local}
     if has_state:

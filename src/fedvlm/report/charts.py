@@ -160,10 +160,9 @@ def ranking_charts(summaries: Summaries) -> list[Chart]:
     """ROC and precision-recall curves: one class against the rest, all pairs of sample and class together."""
     out = []
     for kind, area, title, x_label, y_label in RANKING_CURVES:
-        series = [
-            Series(f"{name}, {area} {summary[area]:.3f}", summary[kind], position)
-            for position, (name, summary) in summaries.items()
-        ]
+        series = []
+        for position, (name, summary) in summaries.items():
+            series.append(Series(f"{name}, {area} {summary[area]:.3f}", summary[kind], position))
         chart = Chart(f"{title} (micro-average)", x_label, y_label, series, has_diagonal=kind == "ROC")
         out.append(replace(chart, x_range=UNIT_RANGE, y_range=UNIT_RANGE))
     return out
@@ -378,9 +377,8 @@ def _training_rounds(result: Record, training: str, seed: int | None) -> Chart:
     seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
     names = {"accuracy": "accuracy, clients", "unseen": "accuracy, unseen"}
     names |= {"clients F1": "macro-F1, clients", "target F1": "macro-F1, unseen"}
-    curves = [
-        curve for curve in round_curves(result, list(names)) if (curve["seed"], curve["training"]) == (seed, training)
-    ]
+    chosen, every = (seed, training), round_curves(result, list(names))
+    curves = [curve for curve in every if (curve["seed"], curve["training"]) == chosen]
     series = [with_band(name, mean_curve(curves, key), place) for place, (key, name) in enumerate(names.items())]
     drawn = [line for line in series if line.points]
     return Chart("Before each round, and as reported", "round", "per cent", drawn)

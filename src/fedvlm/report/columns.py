@@ -149,10 +149,8 @@ def _accuracy_columns(result: Record, seed: int) -> Table:
 
 def _personal_per_target(result: Record, seed: int) -> Table:
     accuracies = accuracy_matrix(result, seed)
-    return {
-        f"P, target {target}": _mean(value for k, value in row.items() if k != target)
-        for target, row in accuracies.items()
-    }
+    rows = {target: [value for k, value in row.items() if k != target] for target, row in accuracies.items()}
+    return {f"P, target {target}": _mean(values) for target, values in rows.items()}
 
 
 def _comprehensive_per_target(result: Record, seed: int) -> Table:

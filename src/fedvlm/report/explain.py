@@ -59,8 +59,7 @@ def explain(
     method = make(**result.manifest["identity"]["method"])
     if not isinstance(method, Matching):
         raise SettingsError(
-            f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
-            "prompts; explain a run of fedotp"
+            f"{result.folder} is a run of {method.name}, not of a method as fedotp; explain one of those"
         )
     decoded = read_image(Path(image))
     classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
@@ -116,10 +115,7 @@ def patch_grid(patches: int, height: int, width: int) -> tuple[int, int]:
     """Return rows and columns of square patches that fill an image."""
     rows = max(1, round(sqrt(patches * height / width)))
     if patches % rows or abs(height / rows - width * rows / patches) > 1:
-        raise EncoderError(
-            f"{patches} patches do not tile an image of {height} x {width} pixels; take an "
-            "encoder whose patches are square"
-        )
+        raise EncoderError(f"{patches} patches do not tile {height} x {width} pixels; take square patches")
     return rows, patches // rows
 
 
@@ -201,9 +197,7 @@ def prompt_heatmaps(
         tensors = {"shared": classifier.shared.get("prompt"), "local": local}
         prompts = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and tensor.ndim == 2}
         if not prompts:
-            raise SettingsError(
-                f"{result.folder} is a run of {title}, which has no prompts; name runs of fedotp, promptfl or coop"
-            )
+            raise SettingsError(f"{result.folder} is a run of {title} without prompts; name one of fedotp or coop")
         encoder, frozen = reopen_encoder(classifier.encoder), classifier.frozen
         preprocess: Any = encoder.preprocess
         pixels = preprocess(decoded)

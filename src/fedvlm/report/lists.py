@@ -30,9 +30,8 @@ def method_sentence(method: object) -> str:
 def list_encoders() -> list[Row]:
     from fedvlm.encoders import encoders
 
-    return [
-        {"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.summary} for kind in encoders().values()
-    ]
+    kinds = encoders().values()
+    return [{"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.summary} for kind in kinds]
 
 
 def list_datasets() -> list[Row]:

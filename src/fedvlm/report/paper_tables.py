@@ -109,9 +109,7 @@ def items_of(results: Sequence[Record]) -> list[str]:
     """Return the tables and figures that the experiments of some runs reproduce."""
     named = [item for run in results for item in run.manifest.get("reproduces", ())]
     if not named:
-        raise SettingsError(
-            "none of these runs is of an experiment that reproduces a table; name one, as --item fedot-v1/T1"
-        )
+        raise SettingsError("none of these runs reproduces a table; name one, as --item fedot-v1/T1")
     return list(dict.fromkeys(named))
 
 

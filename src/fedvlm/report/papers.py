@@ -355,7 +355,6 @@ def settings_of_item(
             settings = build(override(merged, assignments))
             settings_by_identity.setdefault(repr(settings.identity()), settings)
     if not settings_by_identity:
-        raise SettingsError(
-            f"no experiment runs {item.name} ({item.title}) yet; `fedvlm list papers --json` says what it lacks"
-        )
+        remedy = "`fedvlm list papers --json` says what it lacks"
+        raise SettingsError(f"no experiment runs {item.name} ({item.title}) yet; {remedy}")
     return named, list(settings_by_identity.values())

@@ -40,9 +40,8 @@ def draw_runs(kind: str, results: Sequence[Record], out: str | Path, **given: An
     options = PlotOptions(**given)
     for option, kinds in OPTION_USES.items():
         if getattr(options, option) and kind not in kinds:
-            raise SettingsError(
-                f"--{OPTION_NAMES.get(option, option)} has no use for a plot of kind {kind}; leave it out"
-            )
+            name = OPTION_NAMES.get(option, option)
+            raise SettingsError(f"--{name} has no use for a plot of kind {kind}; leave it out")
     if kind == "tsne":
         if len(results) != 1:
             raise SettingsError(f"a t-SNE map is of one run, and {len(results)} are named; name one")
@@ -230,10 +229,8 @@ def _draw_counts(panel: Any, chart: BubbleChart, domains: Sequence[str], cell: f
             (class_ids,) = np.nonzero(row)
             panel.scatter([client] * len(class_ids), class_ids, area(row[class_ids]), colour, lw=0)
     if not is_kite:
-        handles = [
-            panel.scatter([], [], area(count), MUTED_COLOUR, lw=0, label=f"{count:,}")
-            for count in charts.size_legend(largest)
-        ]
+        sizes = {count: {"lw": 0, "label": f"{count:,}"} for count in charts.size_legend(largest)}
+        handles = [panel.scatter([], [], area(count), MUTED_COLOUR, **look) for count, look in sizes.items()]
         legend = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}
         panel.add_artist(panel.legend(handles=handles, title="samples", title_fontsize=8, **legend))
         for handle in handles:
@@ -268,9 +265,8 @@ def draw_explanation(explained: Explanation, out: str | Path) -> Path:
     for column, (title, values) in enumerate(panels, start=1):
         pair = axes[:, column]
         for axis, patch_values in zip(pair, values, strict=True):
-            drawn_image = overlay_patches(
-                hide_ticks(axis), explained.image, patch_values, float(values.min()), float(values.max())
-            )
+            low, high = float(values.min()), float(values.max())
+            drawn_image = overlay_patches(hide_ticks(axis), explained.image, patch_values, low, high)
         pair[0].set_title(title, fontsize=10, color=TEXT_COLOUR)
         bar = colorbar_below(figure, drawn_image, list(pair))
         bar.ax.tick_params(labelsize=8, colors=TEXT_COLOUR)

@@ -305,9 +305,8 @@ def read_page(path: Path) -> list[Record]:
             raise ValueError("it is damaged: its checksum does not match")
         return [PageRecord(path, run) for run in model["runs"]]
     except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{path} is no page of `fedvlm report` ({error}); name a run directory, or such a page"
-        ) from error
+        remedy = "name a run directory, or such a page"
+        raise DataError(f"{path} is no page of `fedvlm report` ({error}); {remedy}") from error
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -48,11 +48,8 @@ def compare_table(
     if form in TIDY_FORMS:
         return tidy_table(results, form, extra_columns)
     head, body = table_cells(results, form, extra_columns, **options)
-    footnotes = [
-        f"{run_label(result)}: {w}\n"
-        for result in results
-        for w in (*result.outlier_warnings, *result.convergence_warnings)
-    ]
+    warnings = [(run_label(run), (*run.outlier_warnings, *run.convergence_warnings)) for run in results]
+    footnotes = [f"{label}: {warning}\n" for label, of_run in warnings for warning in of_run]
     if footnotes and form == "markdown":
         footnotes.insert(0, "\n")  # or they would be a row of the table
     return render_table(head, body, form) + "".join(footnotes if form != "latex" else ())
@@ -127,9 +124,8 @@ def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]
     """Return the accuracy of random guessing, where a column is an accuracy over all classes."""
     chance = 1 / (2 if result.manifest.get("multi_label") else len(result.manifest["classes"]))
     other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")}
-    is_accuracy = [
-        key not in other_columns and key != "own classes only" and not key.startswith("deviation ") for key in columns
-    ]
+    other_columns |= {"own classes only"}
+    is_accuracy = [key not in other_columns and not key.startswith("deviation ") for key in columns]
     return [format_cell(chance if applies else None, None, form) for applies in is_accuracy]
 
 

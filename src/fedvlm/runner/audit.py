@@ -106,9 +106,7 @@ def reopen_run(result: Record, embedded: EmbeddedTable | None, progress: Progres
     _ = result.tables  # refuses a run that is not finished
     settings = build(about["identity"])
     if about["memory"] and embedded is None:
-        raise SettingsError(
-            f"{result.folder} took its samples from memory; call fedvlm.runner.audit.audit(..., embedded=...) with them"
-        )
+        raise SettingsError(f"{result.folder} took its samples from memory; call audit(..., embedded=...) with them")
     rows = embedded if embedded is not None else load(settings, progress)[0]
     if settings.smoke:
         settings, rows = shrink_for_smoke(settings, rows)

@@ -150,10 +150,7 @@ def read_grid(table: Any) -> Grid:
             raise SettingsError(f"sweep: {key} must be a list of values, as [1, 2, 4]; got {values!r}")
         if len(kinds := {_type_name(value): value for value in values}) > 1:
             types_text = " and ".join(f"{value!r} ({kind})" for kind, value in kinds.items())
-            raise SettingsError(
-                f"sweep: {key} = {list(values)} has values of mixed types, {types_text}; use values of one type in "
-                "each sweep"
-            )
+            raise SettingsError(f"sweep: {key} = {list(values)} has values of mixed types, {types_text}; use one type")
         if any(value in values[:place] for place, value in enumerate(values)):
             raise SettingsError(f"sweep: {key} = {list(values)} has a value twice; write each once")
     return {key: list(values) for key, values in flat_values.items()}

@@ -62,10 +62,7 @@ def describe_requirements(settings: Sequence[Settings]) -> list[str]:
             )
         if kind == "hf" and not Path(place).is_dir():
             lines.append(f"encoder {encoder}: from the Hub, or a copy on disk by --encoder hf:DIR")
-    trainings = sum(
-        len(run_settings.seeds) * _n_trainings(run_settings, entries.get(run_settings.data))
-        for run_settings in settings
-    )
+    trainings = sum(len(run.seeds) * _n_trainings(run, entries.get(run.data)) for run in settings)
     lines.append(f"{len(settings)} runs, {trainings} trainings: {_describe_time(settings, entries)}")
     return lines
 
@@ -87,17 +84,12 @@ def _n_trainings(settings: Settings, entry: Entry | None) -> int:
 
 
 def _describe_time(settings: Sequence[Settings], entries: dict[str, Entry]) -> str:
-    able = [
-        run_settings
-        for run_settings in settings
-        if _flops_per_image(run_settings) and (e := entries.get(run_settings.data)) and e.total
-    ]
+    known = {name for name, entry in entries.items() if entry.total}
+    able = [run for run in settings if run.data in known and _flops_per_image(run)]
     if not able:
         return "the time is unknown for these data and this encoder"
     seconds = estimate_seconds(able, entries, _measure_speed())
-    unknown_data = sorted(
-        {run_settings.data for run_settings in settings} - {run_settings.data for run_settings in able}
-    )
+    unknown_data = sorted({run.data for run in settings} - {run.data for run in able})
     suffix = f", and more for {', '.join(unknown_data)}" if unknown_data else ""
     return f"roughly {format_duration(seconds)}{suffix} (from operation counts and this machine's speed, not measured)"
 
@@ -243,14 +235,10 @@ def check_memory(settings: Settings, frozen: Frozen, image: Sequence[int], clien
             (room.all_clients, free_memory(), ""),
             (room.concurrent, free_device_memory(device), f" on {device}"),
         ]
-    short = [
-        (bytes, free_bytes, at) for bytes, free_bytes, at in demands if free_bytes is not None and bytes > free_bytes
-    ]
+    short = [(size, free, at) for size, free, at in demands if free is not None and size > free]
     if not short:
-        return (
-            f"{method.name} trains {room.trained // 4:,} parameters and takes about "
-            f"{_gb(room.total)} besides the encoder"
-        )
+        size = _gb(room.total)
+        return f"{method.name} trains {room.trained // 4:,} parameters and takes about {size} besides the encoder"
     demand, free_bytes, at = short[0]
     raise SettingsError(
         f"{method.name} would take about {_gb(demand)}{at} and {_gb(free_bytes)} are free: "
@@ -295,10 +283,8 @@ def graph_bytes(
     """Return the bytes that autograd saves for a gradient over `rows` samples, besides the weights."""
     if not all_tensors or not isinstance(method, Trained):
         return 0
-    graph_leaves = {
-        key: value.detach().requires_grad_(key not in method.traits.training.memory)
-        for key, value in all_tensors.items()
-    }
+    memory = method.traits.training.memory
+    graph_leaves = {key: value.detach().requires_grad_(key not in memory) for key, value in all_tensors.items()}
     tower = frozen.image_tower
     assert tower is not None
     weight_pointers = {value.untyped_storage().data_ptr() for value in (*all_tensors.values(), *tower.weights.values())}

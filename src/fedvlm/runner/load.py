@@ -107,18 +107,15 @@ def open_towers(
 ) -> "tuple[TextTower | None, ImageTower | None]":
     """Return the text and image towers that a method needs of an encoder."""
     box: Any = encoder  # has them if it offers them, which `meet` has seen to
-    return (
-        box.text_tower(classes, template) if "text tower" in needs else None,
-        box.image_tower() if "image tower" in needs else None,
-    )
+    text = box.text_tower(classes, template) if "text tower" in needs else None
+    return text, box.image_tower() if "image tower" in needs else None
 
 
 def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
     """Refuse a method that needs more of an encoder than it offers."""
     if missing := sorted(method.traits.needs - set(offered)):
-        able = ", ".join(
-            kind.form for name, kind in encoders().items() if missing[0] in kind.offers and not encoder.startswith(name)
-        )
+        others = [kind for name, kind in encoders().items() if not encoder.startswith(name)]
+        able = ", ".join(kind.form for kind in others if missing[0] in kind.offers)
         use = f"use one of {able}"
         if missing[0] == "text" and encoder == IN_MEMORY:
             use = "give text=, (classes, dim) of the class names"
@@ -147,9 +144,8 @@ def _check_templates(key: str, value: Any) -> tuple[str, ...]:
         or not sentences
         or any("{}" not in str(sentence) for sentence in sentences)
     ):
-        raise SettingsError(
-            f"source.{key} must be sentences with {{}} for the class name, as ['a photo of a {{}}.']; got {value!r}"
-        )
+        example = "['a photo of a {}.']"
+        raise SettingsError(f"source.{key} must be sentences with {{}} for the class name, as {example}; got {value!r}")
     return tuple(map(str, sentences))
 
 

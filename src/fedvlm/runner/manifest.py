@@ -51,13 +51,9 @@ def build_manifest(
     dropped: Mapping[int, int],  # duplicates, by seed
 ) -> dict[str, Any]:
     """Return what every manifest holds, of a simulated or a deployed run."""
-    return {
-        **samples,
-        "trainings": list(trainings),
-        "clients": dict(clients),
-        "duplicates_dropped": dict(dropped),
-        **provenance(),
-    }
+    clients, dropped = dict(clients), dict(dropped)
+    facts = {"trainings": list(trainings), "clients": clients, "duplicates_dropped": dropped}
+    return {**samples, **facts, **provenance()}
 
 
 def provenance() -> dict[str, Any]:

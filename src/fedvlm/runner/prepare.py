@@ -123,17 +123,15 @@ class Prepared:
         """Return the world as the one-shot method of a warm start sees it."""
         first = self.settings.warm_start
         assert first is not None
-        return replace(
-            self.world(training), method=with_device(first, self.settings.device), x=self.rows.view(first.traits.needs)
-        )
+        view = self.rows.view(first.traits.needs)
+        return replace(self.world(training), method=with_device(first, self.settings.device), x=view)
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
         """Return the world of one client, without samples of others; there it is called `name`."""
         name = name or id
         texts = texts_by_client(self.rows.texts, self.partition.clients)
-        world = self._world(
-            {name: self.partition.clients[id]}, {name: texts[id]} if texts else {}, np.zeros(0, np.int64)
-        )
+        own_texts = {name: texts[id]} if texts else {}
+        world = self._world({name: self.partition.clients[id]}, own_texts, np.zeros(0, np.int64))
         return replace(client_world(world, name), secret_noise=entropy, details=False)
 
     def _world(self, members: Mapping[str, ClientSplit], texts: Mapping[str, Tensor], reference: Ints) -> World:
@@ -289,9 +287,8 @@ def terms_of(settings: Settings, frozen: Frozen, seed: int) -> TrainingTerms:
     metrics = settings.rules().every_round
     attack = attack_of(settings)
     method = method_for(settings.method, frozen)
-    return TrainingTerms(
-        method, frozen, seed, settings.channel, metrics=metrics, attack=attack, group_metrics=settings.group_metrics
-    )
+    rule = settings.group_metrics
+    return TrainingTerms(method, frozen, seed, settings.channel, metrics=metrics, attack=attack, group_metrics=rule)
 
 
 def method_for(method: Method, frozen: Frozen) -> Method:
@@ -311,9 +308,8 @@ def group_numbers(rows: EmbeddedTable) -> Tensor | None:
     if rows.groups is None:
         return None
     alone = np.char.add("\x1f", np.arange(len(rows.groups)).astype(np.str_))  # no group name begins with this character
-    return torch.from_numpy(
-        np.unique(np.where(rows.groups == "", alone, rows.groups), return_inverse=True)[1].reshape(-1)
-    )
+    numbers = np.unique(np.where(rows.groups == "", alone, rows.groups), return_inverse=True)[1]
+    return torch.from_numpy(numbers.reshape(-1))
 
 
 def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:

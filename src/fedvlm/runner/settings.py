@@ -219,8 +219,7 @@ def _check_attack(settings: Settings) -> None:
         )
     if not settings.method.rounds:
         raise SettingsError(
-            f"attack = {settings.attack!r}: {settings.method.name} has no rounds and so no uploads; choose a method "
-            "that trains"
+            f"attack = {settings.attack!r}: {settings.method.name} has no rounds; choose one that trains"
         )
 
 

@@ -18,11 +18,8 @@ class Tracker(Protocol):
 
 def numbers(line: Line) -> dict[str, float]:
     """Return the numbers of a line that concern the whole training."""
-    return {
-        key: float(value)
-        for key, value in line.items()
-        if key != "round" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    numeric = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "round"}
+    return {key: float(value) for key, value in numeric.items() if not isinstance(value, bool)}
 
 
 class TensorBoard:

@@ -206,11 +206,8 @@ def _save_novelty(record: Record, name: str, world: World, ids: Sequence[str]) -
     with one_thread():
         fitted = {id: novelty for id in ids if (novelty := fit_client_novelty(world, id)) is not None}
     if fitted:
-        tensors = {
-            f"{number}/{key}": value
-            for number, novelty in enumerate(fitted.values())
-            for key, value in novelty._asdict().items()
-        }
+        parts = [novelty._asdict() for novelty in fitted.values()]
+        tensors = {f"{number}/{key}": value for number, part in enumerate(parts) for key, value in part.items()}
         write_tensors(_novelty_path(record, name), tensors, {"clients": list(fitted)})
 
 

@@ -82,9 +82,8 @@ class DatasetImages:
         self._stop_if_many()
 
     def skipped(self) -> list[tuple[str, str]]:
-        reasons = (
-            (row, self._unread.get(row) or self._undecoded.get(digest)) for row, digest in enumerate(self.digests)
-        )
+        pairs = enumerate(self.digests)
+        reasons = ((row, self._unread.get(row) or self._undecoded.get(digest)) for row, digest in pairs)
         return [(self._dataset.source.name(row), reason) for row, reason in reasons if reason]
 
     def _stop_if_many(self) -> None:
@@ -100,9 +99,8 @@ class DatasetImages:
         """Return the rows that can be read; refuse a class without any."""
         fine = [bool(d) and d not in self._undecoded for d in self.digests]
         rows = np.flatnonzero(np.array(fine))
-        lost_classes = np.flatnonzero(
-            (count_classes(self._dataset, slice(None)) > 0) & (count_classes(self._dataset, rows) == 0)
-        )
+        before, after = (count_classes(self._dataset, part) for part in (slice(None), rows))
+        lost_classes = np.flatnonzero((before > 0) & (after == 0))
         if lost_classes.size:
             raise DataError(
                 f"no image of class {self._dataset.classes[int(lost_classes[0])]!r} of "

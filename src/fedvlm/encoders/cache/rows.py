@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from fedvlm.errors import DataError
 from fedvlm.storage import files
 
+REMEDY = "point FEDVLM_CACHE to a directory on a disk you can write to"
+DROP_HINT = "`fedvlm cache verify --drop` removes"
+
 
 @contextmanager
 def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
@@ -86,10 +89,7 @@ def _explained(path: Path) -> Iterator[None]:
     except BlockingIOError:
         raise
     except OSError as error:
-        raise DataError(
-            f"cannot lock {path} ({error.strerror or error}); "
-            "point FEDVLM_CACHE to a directory on a disk you can write to"
-        ) from error
+        raise DataError(f"cannot lock {path} ({error.strerror or error}); {REMEDY}") from error
 
 
 RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
@@ -161,10 +161,8 @@ class RowFile:
             size = self._rows.stat().st_size if self._rows.exists() else 0
             # after what a kill left, and never a number that was used before
             first = max(-(-size // self.size), self._end)
-            records = [
-                _record(digest, row, crc32(body))
-                for row, (digest, body) in enumerate(zip(new_rows, data, strict=True), first)
-            ]
+            pairs = enumerate(zip(new_rows, data, strict=True), first)
+            records = [_record(digest, row, crc32(body)) for row, (digest, body) in pairs]
             _write(self._rows, first * self.size, data)
             try:
                 _write(self._index, self._read, records)
@@ -203,10 +201,7 @@ class RowFile:
         """Map all rows; changes to the array never reach the file."""
         size = self._rows.stat().st_size if self._rows.exists() else 0
         if size < self._end * self.size:
-            raise DataError(
-                f"{self._rows} has {size} bytes instead of {self._end * self.size}; "
-                "`fedvlm cache verify --drop` removes the lost rows"
-            )
+            raise DataError(f"{self._rows} has {size} bytes, not {self._end * self.size}; {DROP_HINT} lost rows")
         if not self._end:
             return np.empty((0, *self.shape), self.dtype)
         return np.memmap(self._rows, self.dtype, "c", shape=(self._end, *self.shape))
@@ -226,11 +221,8 @@ class RowFile:
 
     def drop(self, digests: set[bytes]) -> None:
         """Rewrite the index without these rows and without damaged records."""
-        records = [
-            _record(digest, *row_and_checksum)
-            for digest, row_and_checksum in self._rows_by_digest.items()
-            if digest not in digests
-        ]
+        kept = {digest: place for digest, place in self._rows_by_digest.items() if digest not in digests}
+        records = [_record(digest, *place) for digest, place in kept.items()]
         with explain_write_errors(self._index):
             files.write_file(self._index, b"".join(records))
         self._rows_by_digest, self._read, self._end, self.damaged = {}, 0, 0, []
@@ -243,8 +235,7 @@ def check_sums(rows: NDArray[Any], sums: NDArray[np.uint32], location: Path | st
         if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != checksum:
             row_name = f"row {numbers[place]}" if numbers else "a row"
             raise DataError(
-                f"{row_name} of {location} is damaged; `fedvlm cache verify --drop` removes damaged "
-                "rows, and the next run encodes them again"
+                f"{row_name} of {location} is damaged; {DROP_HINT} damaged rows, for the next run to encode"
             )
 
 
@@ -259,10 +250,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"cannot write {path} ({error.strerror or error}); make room there, "
-            "or point FEDVLM_CACHE to another directory"
-        ) from error
+        raise DataError(f"cannot write {path} ({error.strerror or error}); make room, or {REMEDY}") from error
 
 
 def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:

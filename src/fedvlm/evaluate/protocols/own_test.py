@@ -35,10 +35,7 @@ class OwnTest:
         for training, scores in done.values():
             out["own"] = mean_accuracy(scores, training.train)
             if any(OWN_CLASS_HITS in score for score in scores.values()):
-                masked = {
-                    id: {**score, "test_hits": score.get(OWN_CLASS_HITS, score["test_hits"])}
-                    for id, score in scores.items()
-                }
+                masked = {id: {**s, "test_hits": s.get(OWN_CLASS_HITS, s["test_hits"])} for id, s in scores.items()}
                 out["own classes only"] = mean_accuracy(masked, training.train)
             if self.global_test:
                 out["global"] = mean_accuracy(scores, training.unseen) if generalises else None

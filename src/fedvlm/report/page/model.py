@@ -301,9 +301,8 @@ def _column_sentence(runs: Sequence[Run], column: str, verdict: Mapping[str, Any
     chosen = verdict.get("federated", verdict)
     best = runs[chosen["best"]]
     is_federated = "federated" in verdict
-    rivals = [
-        place for place in map(int, chosen["differences"]) if (run_kind(runs[place]) == FEDERATED) == is_federated
-    ]
+    places = map(int, chosen["differences"])
+    rivals = [place for place in places if (run_kind(runs[place]) == FEDERATED) == is_federated]
     similar = [runs[place] for place in chosen["similar"] if place in rivals]
     worse = len(rivals) - len(similar)
     subject = "the best federated method is" if is_federated else "the highest accuracy is that of"

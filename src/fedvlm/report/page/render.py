@@ -75,9 +75,13 @@ def open_template(name: str, package: str = "fedvlm.report.page") -> "Template":
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
     loaders = [FileSystemLoader(str(files(package))), PackageLoader("fedvlm.report.page", "templates")]
-    env = Environment(
-        loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    options: dict[str, Any] = {
+        "autoescape": True,
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
+    env = Environment(loader=ChoiceLoader(loaders), **options)
     env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
     env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
     return env.get_template(name)
@@ -167,10 +171,8 @@ def settings_table(model: Model) -> list[tuple[str, list[str]]]:
     def text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value)
 
-    return [
-        (key, [text(settings[key]) if key in settings else "-" for settings in flat])
-        for key in differing_settings(flat)
-    ]
+    keys = differing_settings(flat)
+    return [(key, [text(settings[key]) if key in settings else "-" for settings in flat]) for key in keys]
 
 
 def partitions(model: Model) -> list[dict[str, Any]]:
@@ -315,11 +317,8 @@ def calibration_figures(model: Model) -> dict[str, list[Markup]]:
     """Draw reliability, risk-coverage, ROC, precision-recall and decision curves of clients and unseen clients."""
     out = {}
     for group in ("clients", "unseen"):
-        summaries = {
-            place: (run["name"], run["calibration"][group])
-            for place, run in enumerate(model["runs"])
-            if group in run["calibration"]
-        }
+        runs = [(place, run) for place, run in enumerate(model["runs"]) if group in run["calibration"]]
+        summaries = {place: (run["name"], run["calibration"][group]) for place, run in runs}
         if not summaries:
             continue
         drawn = [charts.reliability_chart(summaries), charts.risk_chart(summaries)]
