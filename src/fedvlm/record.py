@@ -93,12 +93,10 @@ class Record:
         manifest = read_manifest(self.folder)
         compared_pair = ({key: manifest.get(key) for key in requested}, json.loads(json.dumps(requested)))
         if mismatches := differences(*compared_pair):
-            lines = [f"  {name}: there {recorded}, here {requested}" for name, recorded, requested in mismatches]
-            raise SettingsError(
-                f"{self.folder} holds another run, which differs in\n"
-                + "\n".join(lines)
-                + "\nchoose another directory, or delete that one"
-            )
+            lines = [f"  {name}: there {there}, here {here}" for name, there, here in mismatches]
+            differing = "\n".join(lines)
+            where = f"{self.folder} holds another run, which differs in\n{differing}"
+            raise SettingsError(f"{where}\nchoose another directory, or delete that one")
 
     def clear(self) -> None:
         """Delete everything but the manifest, so that the run starts again."""

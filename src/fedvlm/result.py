@@ -80,10 +80,9 @@ class Result(Record):
     def _repr_html_(self) -> str:
         """Return the table as HTML for notebooks."""
         head, body = table_cells([self])
-        lines = [
-            Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, content) for content in row)
-            for tag, row in (("th", head), *(("td", row) for row in body))
-        ]
+        lines = []
+        for tag, row in (("th", head), *(("td", row) for row in body)):
+            lines.append(Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, content) for content in row))
         rows = Markup("").join(Markup("<tr>{}</tr>").format(line) for line in lines)
         return str(Markup("<table>{}</table>").format(rows))
 

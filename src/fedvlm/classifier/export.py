@@ -122,12 +122,8 @@ def to_onnx(classifier: Personalised) -> bytes:
     x = 3 * probe_embeddings(classifier.frozen)
     names = ["logits", "probabilities"] + (["novelty"] if classifier.novelty is not None else [])
     model = onnx.load_from_string(_trace(_TracedClassifier(classifier), x, names))
-    about = {
-        "classes": json.dumps(classifier.frozen.classes, ensure_ascii=False),
-        "encoder": classifier.encoder,
-        "client": classifier.client,
-        "method": name,
-    }
+    about = {"encoder": classifier.encoder, "client": classifier.client, "method": name}
+    about["classes"] = json.dumps(classifier.frozen.classes, ensure_ascii=False)
     if classifier.frozen.multi_label:
         about["multi_label"] = "true"
     if can_reject(classifier):

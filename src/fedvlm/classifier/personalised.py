@@ -93,10 +93,8 @@ class Personalised:
             if isinstance(expected_size, int)
         )
         if not fits:
-            raise DataError(
-                f"embeddings must have the shape ({', '.join(map(str, expected_shape))}) and come from {self.encoder}; "
-                f"got {tuple(x.shape)}"
-            )
+            wanted = ", ".join(map(str, expected_shape))
+            raise DataError(f"embeddings must have the shape ({wanted}) and be of {self.encoder}; got {tuple(x.shape)}")
         if not x.isfinite().all():
             raise DataError("the embeddings hold NaN or infinite numbers; check their source")
         return torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()

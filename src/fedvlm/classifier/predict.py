@@ -351,11 +351,8 @@ def _score_findings(predictions: Predictions, y: Tensor, coverage: float | None)
     p, known = _probability_matrix(predictions), y >= 0
     by_finding = finding_scores(p.logit(), y, [DEFAULT_THRESHOLD] * y.shape[1])
     is_present = p >= DEFAULT_THRESHOLD
-    recall = {
-        name: float(is_present[y[:, number] == 1, number].double().mean())
-        for number, name in enumerate(predictions.classes)
-        if (y[:, number] == 1).any()
-    }
+    present = {name: (y[:, k] == 1, is_present[:, k]) for k, name in enumerate(predictions.classes)}
+    recall = {name: float(called[true].double().mean()) for name, (true, called) in present.items() if true.any()}
     accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
     sets = [prediction.prediction_set or () for prediction in predictions.rows]
     names = predictions.classes

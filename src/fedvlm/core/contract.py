@@ -123,9 +123,7 @@ class TrainingTraits:
     memory: frozenset[str] = documented(frozenset(), "names of tensors that are kept but not trained")
     min_samples: int = documented(1, "training samples that every client must have")
     client_count: str | None = documented(None, "name of a shared tensor that holds how many clients there are")
-    reference: Literal["public", "target"] | None = documented(
-        None, "unlabelled samples that come as `batch.reference` (a setting)"
-    )
+    reference: Literal["public", "target"] | None = documented(None, "samples of `batch.reference` (a setting)")
     unlabelled: bool = documented(False, "a client's own samples without a label come as `client.unlabelled`")
     tunable: tuple[str, ...] | None = documented(
         None, "settings worth tuning on validation samples; None: `lr`, where there is a `loss`"
@@ -151,9 +149,7 @@ class ClassTraits:
     min_class_samples: int | None = documented(
         None, "samples a class must have at a client for its statistics to be uploaded (a setting)"
     )
-    min_class_clients: int | None = documented(
-        None, "clients that must have such a class before any uploads its statistics (a setting)"
-    )
+    min_class_clients: int | None = documented(None, "clients that must have a class before any uploads it (a setting)")
     multi_label: bool = documented(
         False, "it may train several findings per image, as one binary problem for each (`parts.per_finding`)"
     )

@@ -117,10 +117,7 @@ def _check_names(method: Any) -> Iterator[str]:
         elif name in FOREIGN_NAMES:
             yield f"setting {name!r} is called {FOREIGN_NAMES[name]!r}; rename it"
         elif suggestions := get_close_matches(name, allowed, 1, SIMILAR_NAME_CUTOFF):
-            yield (
-                f"it has a {name}, which nothing reads; did you mean {suggestions[0]}? if not, choose "
-                "a name that is less like it"
-            )
+            yield f"it has a {name}, which nothing reads; did you mean {suggestions[0]}? if not, choose another name"
 
 
 def _check_gradient_settings(method: Any) -> Iterator[str]:

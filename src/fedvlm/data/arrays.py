@@ -47,11 +47,8 @@ def from_arrays(
         if len(pair) not in (2, 3):
             raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give (x, y), or (x, y, unlabelled_x)")
     pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair[:2]) for id, pair in clients.items()}
-    unlabelled = {
-        str(id): _check_matrix(f"client {str(id)!r}, unlabelled", arrays[2])
-        for id, arrays in clients.items()
-        if len(arrays) == 3 and len(arrays[2])
-    }
+    third = {str(id): arrays[2] for id, arrays in clients.items() if len(arrays) == 3 and len(arrays[2])}
+    unlabelled = {id: _check_matrix(f"client {id!r}, unlabelled", values) for id, values in third.items()}
     labels_by_client = {id: y for id, (_, y) in pairs.items()}
     dims = {id: x.shape[1] for id, (x, _) in pairs.items()}
     dims |= {f"{id}, unlabelled": x.shape[1] for id, x in unlabelled.items()}
@@ -65,9 +62,7 @@ def from_arrays(
     findings, is_multi = None, n_axes == {2}
     if text_vectors is not None and (text_vectors.ndim != 2 + is_multi or text_vectors.shape[-1] != dim):
         expected = f"(findings, 2, {dim})" if is_multi else f"(classes, {dim})"
-        raise DataError(
-            f"text has shape {tuple(text_vectors.shape)} and embeddings length {dim}; it must be {expected}"
-        )
+        raise DataError(f"text has shape {tuple(text_vectors.shape)} and embeddings length {dim}; give {expected}")
     if is_multi:
         matrix = _join_findings(labels_by_client, classes)
         class_names = tuple(map(str, classes or [f"finding {number}" for number in range(matrix.shape[1])]))
@@ -194,10 +189,8 @@ def _check_same_kind(labels: Mapping[str, NDArray[Any]]) -> None:
     numeric = {id: y.dtype.kind in "iu" for id, y in labels.items()}
     if len(set(numeric.values())) > 1:
         number_id, name_id = (next(id for id in numeric if numeric[id] is flag) for flag in (True, False))
-        raise DataError(
-            f"client {number_id!r} has numbers as labels and client {name_id!r} has names; use one of the two, "
-            "or name the classes"
-        )
+        owners = f"client {number_id!r} has numbers as labels and client {name_id!r} has names"
+        raise DataError(f"{owners}; use one of the two, or name the classes")
 
 
 def label_ids(context: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArray[np.int64]:
@@ -205,10 +198,8 @@ def label_ids(context: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArra
     if y.dtype.kind in "iu":
         wrong = y[(y < 0) | (y >= len(classes))]
         if len(wrong):
-            raise DataError(
-                f"{context}: label {wrong[0]} is outside the {len(classes)} classes (0 to {len(classes) - 1}); "
-                "name every class in classes"
-            )
+            limits = f"{len(classes)} classes (0 to {len(classes) - 1})"
+            raise DataError(f"{context}: label {wrong[0]} is outside the {limits}; name every class in classes")
         return y.astype(np.int64)
     number = {name: index for index, name in enumerate(classes)}
     for name in map(str, y.tolist()):

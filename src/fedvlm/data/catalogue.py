@@ -150,11 +150,8 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
     ordered = entry.classes or tuple(name for name in data.classes if _plain(name) not in excluded)
     number = {_plain(name): index for index, name in enumerate(ordered)}
     class_keys = [plain(name) for name in data.classes]
-    extra = [
-        name
-        for name, key in zip(data.classes, class_keys, strict=True)
-        if key not in number and _plain(name) not in excluded and not entry.subset
-    ]
+    pairs = [] if entry.subset else zip(data.classes, class_keys, strict=True)
+    extra = [name for name, key in pairs if key not in number and _plain(name) not in excluded]
     missing = [name for name in ordered if _plain(name) not in class_keys]
     if extra or missing:
         problems = [f"it lacks {join_names(missing)}"] if missing else []
@@ -183,11 +180,8 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
 
 
 def _check_counts(entry: Entry, place: str, counts: Counter[str]) -> None:
-    problems = [
-        f"{domain} has {counts[domain]:,} of {expected:,}"
-        for domain, expected in entry.domains.items()
-        if expected and counts[domain] != expected
-    ]
+    wrong = {domain: n for domain, n in entry.domains.items() if n and counts[domain] != n}
+    problems = [f"{domain} has {counts[domain]:,} of {n:,}" for domain, n in wrong.items()]
     if entry.total and counts.total() != entry.total:
         problems.append(f"{counts.total():,} of {entry.total:,} in all")
     if problems:

@@ -85,10 +85,8 @@ def superclasses(classes: Sequence[str]) -> list[str]:
     """Return the CIFAR-100 superclass of each class."""
     for name in classes:
         if name not in SUPERCLASS_OF:
-            raise SettingsError(
-                f"class {name!r} has no superclass: this partition is for CIFAR-100; "
-                'set clients.partition to "dirichlet" or "pathological"'
-            )
+            remedy = 'set clients.partition to "dirichlet" or "pathological"'
+            raise SettingsError(f"class {name!r} has no superclass: this partition is for CIFAR-100; {remedy}")
     return [SUPERCLASS_OF[name] for name in classes]
 
 

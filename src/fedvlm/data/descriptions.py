@@ -162,14 +162,8 @@ def load_writer(folder: str | Path) -> Writer:
             prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"][:, -max(1, room - max_tokens) :]
         with torch.inference_mode():
-            done = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=pad,
-            )
+            greedy = {"max_new_tokens": max_tokens, "do_sample": False, "num_beams": 1, "pad_token_id": pad}
+            done = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **greedy)
         return str(tokenizer.decode(done[0, ids.shape[1] :], skip_special_tokens=True))
 
     return write

@@ -31,10 +31,8 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     depths = sorted({file.count("/") for file in files})
     if len(depths) > 1:
         shallow, deep = (next(file for file in files if file.count("/") == depth) for depth in (depths[0], depths[-1]))
-        raise DataError(
-            f"{root} has images {depths[0]} and {depths[-1]} folders deep ({shallow}, {deep}); "
-            "put all at one depth, as domain/class/image"
-        )
+        found = f"{depths[0]} and {depths[-1]} folders deep ({shallow}, {deep})"
+        raise DataError(f"{root} has images {found}; put all at one depth, as domain/class/image")
     tops = {_top(file) for file in files}
     levels = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
     skipped = depths[0] - len(levels)
@@ -107,11 +105,8 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     if depth == 3 and len(tops) == 1:  # one folder around everything
         depth, tops = 2, sorted({file.split("/")[1] for file in files})
     has_splits = all(top.lower() in SPLIT_ALIASES for top in tops)
-    guesses = {
-        1: ["class"],
-        2: ["split", "class"] if has_splits else ["domain", "class"],
-        3: ["split", "domain", "class"] if has_splits else [],
-    }
+    two, three = (["split", "class"], ["split", "domain", "class"]) if has_splits else (["domain", "class"], [])
+    guesses = {1: ["class"], 2: two, 3: three}
     if not guesses.get(depth):
         raise DataError(
             f"the layout of {root} cannot be guessed: its images are {depth} folders deep, as "

@@ -175,10 +175,8 @@ def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
             yield header
             for row, line in enumerate((line for line in lines if line), start=1):
                 if len(line) != len(header):
-                    raise DataError(
-                        f"the {file_kind} {file}: row {row} has {len(line)} cells and the header "
-                        f"{len(header)}; quote cells that hold a comma"
-                    )
+                    lengths = f"{len(line)} cells and the header {len(header)}"
+                    raise DataError(f"the {file_kind} {file}: row {row} has {lengths}; quote cells that hold a comma")
                 yield [cell.strip() for cell in line]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise DataError(f"the {file_kind} {file} is no CSV in UTF-8 ({error}); save it as one") from error
@@ -229,7 +227,5 @@ def _root(file: Path, images: str | Path | None, first: str) -> Path:
     for folder in tried:
         if (folder / first).is_file():
             return folder
-    raise DataError(
-        f"{first}, the first image of {file}, is not below "
-        f"{join_names([str(folder) for folder in tried])}; name the folder of the images as images"
-    )
+    places = join_names([str(folder) for folder in tried])
+    raise DataError(f"{first}, the first image of {file}, is not below {places}; name the folder as images")

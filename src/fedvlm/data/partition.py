@@ -334,10 +334,8 @@ def _check_columns(table: SampleTable, clients: Clients) -> Ints:
     labels = np.asarray(table.labels, dtype=np.int64)
     columns = (table.domains, table.clients, table.splits, table.content)
     if any(len(column) != len(labels) for column in columns):
-        raise DataError(
-            f"the columns labels, domains, clients, splits and content have {[len(labels), *map(len, columns)]} rows; "
-            "they must have the same length"
-        )
+        lengths = [len(labels), *map(len, columns)]
+        raise DataError(f"labels, domains, clients, splits and content have {lengths} rows; give all the same")
     if not len(labels):
         raise DataError("the data have no samples; name a data set with images")
     counts = np.bincount(labels[labels >= 0], minlength=len(table.classes))

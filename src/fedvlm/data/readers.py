@@ -216,10 +216,8 @@ def detect_kind(name: str) -> tuple[str, str] | None:
     if suffix in (".npz", ".safetensors"):
         raise DataError(f"{path} holds embeddings, which replace data and encoder; write --encoder store:{path}")
     if suffix not in KIND_OF_SUFFIX:
-        raise DataError(
-            f"the kind of {path} is unknown; a data set is a folder or ends in {', '.join(KIND_OF_SUFFIX)}; "
-            f"or name its kind, as manifest:{path}"
-        )
+        endings = ", ".join(KIND_OF_SUFFIX)
+        raise DataError(f"the kind of {path} is unknown; name it, as manifest:{path}, a folder, or a file in {endings}")
     return KIND_OF_SUFFIX[suffix], name
 
 

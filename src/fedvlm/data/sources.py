@@ -56,10 +56,8 @@ class Files:
         try:
             return read_regular(self.root / self.paths[row], MAX_IMAGE_BYTES)
         except OSError as error:
-            raise DataError(
-                f"{self.root / self.paths[row]} cannot be read ({error.strerror}); "
-                "put the file back or leave it out of the data set"
-            ) from error
+            file = self.root / self.paths[row]
+            raise DataError(f"{file} cannot be read ({error.strerror}); put it back or leave it out") from error
 
 
 class Archive:
@@ -89,7 +87,9 @@ class Archive:
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
             raise DataError(f"{self.members[row]} of {self.path} cannot be read ({error}); get it again") from error
         if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(f"{self.members[row]} of {self.path} has more than {MAX_IMAGE_BYTES:,} bytes; leave it out")
+            raise DataError(
+                f"{self.members[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
+            )
         return data
 
 
@@ -237,9 +237,9 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
     colour = b"\x02" if pixels.ndim == 3 else b"\x00"
     head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08" + colour + b"\0\0\0"
     chunks = ((b"IHDR", head), (b"IDAT", body + zlib.adler32(lines).to_bytes(4, "big")), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big") for kind, data in chunks
-    )
+    sealed = ((len(data), kind + data) for kind, data in chunks)
+    bodies = (size.to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big") for size, data in sealed)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(bodies)
 
 
 def _block(data: bytes, last: bool) -> bytes:

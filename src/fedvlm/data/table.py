@@ -106,10 +106,8 @@ def encode_findings(context: str, matrix: NDArray[Any], classes: Sequence[str]) 
 def pattern_names(findings: Findings, classes: Sequence[str]) -> tuple[str, ...]:
     """Name each pattern by its findings, as `edema|effusion`; unknown ones have a question mark."""
     marks = {1: "{}", -1: "{}?"}
-    return tuple(
-        "|".join(marks[value].format(name) for value, name in zip(row, classes, strict=True) if value) or "no finding"
-        for row in findings.tolist()
-    )
+    named = [[marks[v].format(name) for v, name in zip(row, classes, strict=True) if v] for row in findings.tolist()]
+    return tuple("|".join(names) or "no finding" for names in named)
 
 
 def align_labels(table: Any, number: Sequence[int], n_classes: int) -> dict[str, Any]:

@@ -101,10 +101,8 @@ class Http:
         for file in files:
             size = 4 * len(file) // 3 + 10
             if size > room:
-                raise EncoderError(
-                    f"an image of {len(file):,} bytes is more than {self.url} accepts "
-                    f"({self._max_bytes:,} per request); scale it down first"
-                )
+                limit = f"{self.url} accepts ({self._max_bytes:,} per request)"
+                raise EncoderError(f"an image of {len(file):,} bytes is more than {limit}; scale it down first")
             if part and (used + size > room or len(part) == self._max_batch):
                 yield part
                 part, used = [], 0
@@ -213,10 +211,8 @@ class Http:
                 return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(raw))
         except (httpx.TransportError, RuntimeError) as error:
             if timed_out.is_set():
-                raise EncoderError(
-                    f"{self.url}{path} took longer than {self.max_seconds:g} seconds for one reply; "
-                    "report it to the owner of the server"
-                ) from error
+                limit = f"{self.max_seconds:g} seconds for one reply"
+                raise EncoderError(f"{self.url}{path} took longer than {limit}; tell the server's owner") from error
             raise
         finally:
             timer.cancel()

@@ -175,15 +175,12 @@ def load(source: str | Path, local_only: bool) -> tuple[Any, Any, Any, Pixels]:
         raise EncoderError(f"{source} is of type {config.model_type!r}; supported types are {', '.join(FAMILIES)}")
     preprocess = _pixels(transformers, location, config.model_type, options)
     family = getattr(transformers, FAMILIES[config.model_type][0])
-    shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
-    model, loading = family.from_pretrained(
-        location, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **shape, **options
-    )
+    shape: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
+    shape |= {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, loading = family.from_pretrained(location, **shape, **options)
     if loading["missing_keys"]:
-        raise EncoderError(
-            f"the weights of {source} lack {min(loading['missing_keys'])} and "
-            f"{len(loading['missing_keys']) - 1} more; get the complete checkpoint"
-        )
+        missing = loading["missing_keys"]
+        raise EncoderError(f"the weights of {source} lack {min(missing)} and {len(missing) - 1} more; get all of them")
     tokenizer = None
     if hasattr(config, "text_config"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)

@@ -44,9 +44,8 @@ def decode(data: bytes) -> Image.Image:
         except DataError:
             raise
         except Exception as error:  # Pillow raises nearly every kind on broken bytes
-            raise DataError(
-                f"the image is truncated or damaged ({type(error).__name__}: {error}); replace or remove it"
-            ) from error
+            kind = type(error).__name__
+            raise DataError(f"the image is truncated or damaged ({kind}: {error}); replace or remove it") from error
 
 
 def open_checked(data: bytes) -> Image.Image:

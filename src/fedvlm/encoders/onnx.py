@@ -57,12 +57,8 @@ class Onnx:
         )
         blank = np.zeros((1, 3, size, size), np.float32)
         self.dim: int = self._image.run(blank).shape[1]
-        self.identity = {
-            "kind": "onnx",
-            "weights": self._image.digest,
-            "dtype": "as compiled",
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        self.identity = {"kind": "onnx", "weights": self._image.digest, "dtype": "as compiled"}
+        self.identity["preprocess"] = json.dumps(self.preprocess.identity(), sort_keys=True)
         offers = {"image"}
         self._text: OnnxModel | None = None
         if path.is_dir() and (path / "text.onnx").is_file():
@@ -116,9 +112,7 @@ class OnnxModel:
         named = [output for output in flat if output in ("image_embeds", "text_embeds")]
         if len(named or flat) != 1:
             listed = ", ".join(f"{output.name} {output.shape}" for output in outputs)
-            raise EncoderError(
-                f"{file} must have one output (batch, dim), or image_embeds or text_embeds; got {listed}"
-            )
+            raise EncoderError(f"{file} must have one output (batch, dim), image_embeds or text_embeds; got {listed}")
         self.output = (named or flat)[0]
 
     def image(self, size: int | None) -> int:
@@ -132,10 +126,8 @@ class OnnxModel:
         if expected is None:
             raise EncoderError(f'{self.file} takes any image size; write {{"size": 224}} in the JSON beside it')
         if any(edge != expected for edge in fixed) or shape[1] not in (3, None, str(shape[1])):
-            raise EncoderError(
-                f"{self.file} takes images of {shape[1:]}, not of [3, {expected}, {expected}]; "
-                "correct the size in the JSON beside it"
-            )
+            wanted = [3, expected, expected]
+            raise EncoderError(f"{self.file} takes images of {shape[1:]}, not of {wanted}; correct the size")
         return int(expected)
 
     def run(self, batch: NDArray[Any], dim: int | None = None, mask: NDArray[Any] | None = None) -> NDArray[np.float32]:
@@ -157,10 +149,8 @@ class OnnxModel:
             raise EncoderError(f"{self.file} does not take this batch ({first_line})") from error
         answer = np.concatenate(parts)[: len(batch)]
         if len(answer) != len(batch) or answer.shape[1] != (dim or answer.shape[1]):
-            raise EncoderError(
-                f"{self.file} returns {answer.shape} for a batch of {len(batch)}"
-                + (f"; the image tower returns {dim} numbers" if dim else "")
-            )
+            expected = f"; the image tower returns {dim} numbers" if dim else ""
+            raise EncoderError(f"{self.file} returns {answer.shape} for a batch of {len(batch)}{expected}")
         return np.asarray(answer, np.float32)
 
 

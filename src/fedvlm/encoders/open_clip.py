@@ -104,9 +104,8 @@ class OpenClip(TorchEncoder):
             raise EncoderError(f"{self.name} has no text tower for prompts; use a CLIP model with CLIP's text tower")
         weights = {key.removeprefix("text."): value for key, value in self.model.state_dict().items()}
         heads = self._text_model().transformer.resblocks[0].attn.num_heads
-        tower = build_text_tower(
-            weights, template, tokenize_classes(self._tokens, classes, template), heads, activation
-        )
+        tokens = tokenize_classes(self._tokens, classes, template)
+        tower = build_text_tower(weights, template, tokens, heads, activation)
         return to_device(tower, CPU) if self.half else tower  # engines move it to their device
 
     def _text_model(self) -> Any:

@@ -204,10 +204,8 @@ def _read_npz(file: Path, digest: str) -> tuple[Columns, str]:
     free = free_memory()
     if size > max_bytes or (free is not None and size > free):
         limit = f"{max_bytes:,} for a file of its size" if size > max_bytes else f"{free:,} of free memory"
-        raise DataError(
-            f"{file} would unpack to {size:,} bytes, more than {limit}; save it uncompressed, as "
-            ".safetensors, or in parts"
-        )
+        remedy = "save it uncompressed, as .safetensors, or in parts"
+        raise DataError(f"{file} would unpack to {size:,} bytes, more than {limit}; {remedy}")
     if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
         raise DataError(f"{file} is not compressed as numpy does; write it with numpy.savez")
     with np.load(file, allow_pickle=False) as arrays:
@@ -412,10 +410,8 @@ def _normalise_rows(file: Path, key: str, values: Tensor, names: Sequence[Any] |
     if bad.any():
         row = int(bad.nonzero()[0])
         name = f" ({names[row]})" if names is not None else ""
-        raise DataError(
-            f"{file}: row {row}{name} of {key} {describe_bad_row(values[row])}, one of {int(bad.sum())} such rows; "
-            "drop or recompute them"
-        )
+        problem = f"{describe_bad_row(values[row])}, one of {int(bad.sum())} such rows"
+        raise DataError(f"{file}: row {row}{name} of {key} {problem}; drop or recompute them")
     # rows of unit norm stay as they are, memory-mapped and to the bit
     is_unit = bool((norms - 1).abs().max() < 1e-6)
     if is_unit and values.dtype == torch.float32:

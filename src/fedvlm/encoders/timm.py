@@ -121,7 +121,5 @@ def explain_library_errors(name: str, package: str, needed: str) -> Iterator[Non
         raise EncoderError(f"{name} needs {needs} ({error}); pip install 'fedvlm[{package}]'") from error
     except Exception as error:  # these libraries raise nearly every kind on files, names and the Hub
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EncoderError(
-            f"{name} cannot be opened ({first[:300]}); check the name and the network, or give a directory "
-            f"that holds {needed}"
-        ) from error
+        remedy = f"check the name and the network, or give a directory that holds {needed}"
+        raise EncoderError(f"{name} cannot be opened ({first[:300]}); {remedy}") from error

@@ -55,10 +55,8 @@ def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
         except Exception as error:
             if name in METRICS:
                 raise
-            raise SettingsError(
-                f"the metric {name!r} of an outside package fails ({type(error).__name__}: "
-                f"{error}); repair or uninstall it"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise SettingsError(f"the metric {name!r} of an outside package fails ({reason}); repair it") from error
         if isfinite(number):
             out[name] = number
     return out

@@ -258,12 +258,8 @@ def leave_one_out_from_products(
     logits = dots + (gain * row_product)[:, None] * cross - (norms + gain[:, None] * cross.square()) / 2
     stretch = 1 + gain * size
     label_logits = logits.gather(1, label[:, None])[:, 0]
-    label_logits = (
-        label_logits
-        - mean_shift * stretch * row_product
-        + mean_shift * stretch * label_cross
-        - mean_shift.square() * stretch * size / 2
-    )
+    label_logits = label_logits - mean_shift * stretch * row_product + mean_shift * stretch * label_cross
+    label_logits = label_logits - mean_shift.square() * stretch * size / 2
     dof_ratio = ((scale - weight) / scale)[:, None]
     is_label = class_membership(label, len(counts)) > 0
     logits = dof_ratio * torch.where(is_label, label_logits[:, None], logits)

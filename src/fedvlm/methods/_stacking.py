@@ -26,10 +26,9 @@ def update_sequentially(
     method: Method, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
 ) -> tuple[Tensors, Tensors]:
     """Update stacked clients one by one (an `update_many` for updates that gain nothing by stacking)."""
-    results = [
-        method.update(frozen, select_tensors(sent, i), select_tensors(local, i), select_clients(clients, i))
-        for i in range(len(clients.y))
-    ]
+    places = range(len(clients.y))
+    parts = [(select_tensors(sent, i), select_tensors(local, i), select_clients(clients, i)) for i in places]
+    results = [method.update(frozen, *part) for part in parts]
     uploads, locals_ = zip(*results, strict=True)
     return tensors.stack(uploads), tensors.stack(locals_)
 

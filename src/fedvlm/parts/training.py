@@ -296,9 +296,8 @@ def train_heads(self: Any, scale: float, head: Tensor, clients: Client, extra_gr
         gradient = head_gradient(head, batch, batch_labels, sample_weights)
         gradient = (gradient + extra_gradient(head)).add_(head, alpha=settings.weight_decay)
         # A client without samples in this step keeps its head and its velocity.
-        velocity = (
-            torch.where(is_active, settings.momentum * velocity + gradient, velocity) if settings.momentum else gradient
-        )
+        moved = settings.momentum * velocity + gradient if settings.momentum else gradient
+        velocity = torch.where(is_active, moved, velocity) if settings.momentum else gradient
         head.sub_(torch.where(is_active, velocity, 0.0), alpha=settings.lr)
     return head
 
@@ -315,9 +314,8 @@ def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Cl
     part = initial_logit_map.new_ones(len(head), 1, 1)  # fraction of the initial map that is left
     added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
     for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients, weights):
-        gradient = head_gradient(
-            part * initial_logit_map + torch.bmm(square, added), batch, batch_labels, sample_weights
-        )
+        current = part * initial_logit_map + torch.bmm(square, added)
+        gradient = head_gradient(current, batch, batch_labels, sample_weights)
         faster = settings.momentum * part_speed + settings.weight_decay * part
         part_speed = torch.where(is_active, faster, part_speed)
         faster = settings.momentum * added_speed + gradient + settings.weight_decay * added

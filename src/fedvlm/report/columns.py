@@ -47,10 +47,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _mean_diagnostics(result: Record, seed: int, key: str) -> dict[str, float | None]:
     """By training, the mean over clients of what a method tells of its maps."""
-    return {
-        name: _mean(diagnostics.get(key) for diagnostics in about.get("maps", {}).values())
-        for name, about in read_trainings(result, seed).items()
-    }
+    maps = {name: about.get("maps", {}).values() for name, about in read_trainings(result, seed).items()}
+    return {name: _mean(diagnostics.get(key) for diagnostics in of_clients) for name, of_clients in maps.items()}
 
 
 def _mean_of(title: str, values: "Callable[[Record, int], Iterable[float | None]]") -> "Column":
@@ -171,10 +169,8 @@ def _average(result: Record, seed: int) -> Table:
     """Every metric over the clients that trained and the unseen ones, each counting the same."""
     out: Table = {}
     for name in METRICS if has_unseen_scores(result) else ():
-        metric_values = [
-            mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
-            for training in read_trainings(result, seed).values()
-        ]
+        trainings = read_trainings(result, seed).values()
+        metric_values = [mean_metric(t["scores"], (*t["train"], *t["unseen"]), name) for t in trainings]
         out[f"average {name}"] = _mean(metric_values)
     return out
 

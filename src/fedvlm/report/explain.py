@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,7 @@ def explain(
     result = run if isinstance(run, Record) else Record(Path(run))
     method = make(**result.manifest["identity"]["method"])
     if not isinstance(method, Matching):
-        raise SettingsError(
-            f"{result.folder} is a run of {method.name}, not of a method as fedotp; explain one of those"
-        )
+        raise SettingsError(f"{result.folder} is a run of {method.name}, which matches no patches; explain fedotp")
     decoded = read_image(Path(image))
     classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
     return explain_image(classifier, reopen_encoder(classifier.encoder), decoded, name, gammas)
@@ -85,10 +84,8 @@ def explain_image(
     shape = (2, *patch_grid(count, *pixels.shape[1:]))
     trained = method.gamma if method.transport == "unbalanced" else None
     gamma_values = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
-    transport_plans = {
-        gamma: count * transport_plan(cosines, "unbalanced", gamma, method.entropy_reg)
-        for gamma in sorted(gamma_values)
-    }
+    solve = partial(transport_plan, cosines, "unbalanced", entropy_reg=method.entropy_reg)
+    transport_plans = {gamma: count * solve(gamma) for gamma in sorted(gamma_values)}
     return Explanation(
         client=classifier.client,
         name=frozen.classes[number],

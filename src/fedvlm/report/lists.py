@@ -74,10 +74,8 @@ def list_metrics() -> list[Row]:
 def list_protocols() -> list[Row]:
     from fedvlm.evaluate.protocols import protocols
 
-    return [
-        {"protocol": name, "settings": ", ".join(field.name for field in fields(rules)), "what": rules.summary}
-        for name, rules in protocols().items()
-    ]
+    settings = {name: ", ".join(field.name for field in fields(rules)) for name, rules in protocols().items()}
+    return [{"protocol": k, "settings": settings[k], "what": rules.summary} for k, rules in protocols().items()]
 
 
 def _first_sentence(documented: object) -> str:

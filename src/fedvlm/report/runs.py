@@ -167,9 +167,8 @@ def round_curves(record: Record, keys: Sequence[str], digits: int = 12) -> list[
                 values = [_round_value(line, key) for line in lines]
                 if any(value is not None for value in values):
                     values.append(_final_value(trainings[seed][training], key))
-                    curve[key] = [
-                        value if digits is None or value is None else round(value, digits) for value in values
-                    ]
+                    rounded = [value if digits is None or value is None else round(value, digits) for value in values]
+                    curve[key] = rounded
             curves.append(curve)
     return curves
 

@@ -258,10 +258,8 @@ def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
     if not lines:
         return "nothing is uploaded\n"
     fields = {(line["exchange"], key): field for line in lines for key, field in line["fields"].items()}
-    first = [
-        [exchange, key, f"{field['dtype']} {tuple(field['shape'])}", f"{field['bytes']}"]
-        for (exchange, key), field in fields.items()
-    ]
+    shown = {place: (f"{of['dtype']} {tuple(of['shape'])}", f"{of['bytes']}") for place, of in fields.items()}
+    first = [[*place, *texts] for place, texts in shown.items()]
     names = ["client", "exchange", "bytes", "classes", "smallest class"]
 
     def cell(value: Any) -> str:

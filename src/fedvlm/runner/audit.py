@@ -111,10 +111,8 @@ def reopen_run(result: Record, embedded: EmbeddedTable | None, progress: Progres
     if settings.smoke:
         settings, rows = shrink_for_smoke(settings, rows)
     if rows.fingerprint != about["rows"]:
-        raise DataError(
-            f"{result.folder} is of the rows {about['rows'][:12]}, but there are now "
-            f"{rows.fingerprint[:12]}; audit it with the data it was run on"
-        )
+        then, now = about["rows"][:12], rows.fingerprint[:12]
+        raise DataError(f"{result.folder} is of the rows {then}, but there are now {now}; audit it with its own data")
     return settings, rows
 
 

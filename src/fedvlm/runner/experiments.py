@@ -47,9 +47,8 @@ def lists_to_sweep(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(names := out.get("method"), list):
         out["methods"] = [table if isinstance(table, Mapping) else {"name": table} for table in names]
         del out["method"]
-    grid: Grid = {
-        key: entry for key, entry in out.items() if key not in EXPERIMENT_KEYS and _is_sweep(Settings, key, entry)
-    }
+    candidates = {key: entry for key, entry in out.items() if key not in EXPERIMENT_KEYS}
+    grid: Grid = {key: entry for key, entry in candidates.items() if _is_sweep(Settings, key, entry)}
     out = {key: entry for key, entry in out.items() if key not in grid}
     for table_name in ("clients", "channel", "method", "warm_start"):
         if isinstance(table := out.get(table_name), Mapping):

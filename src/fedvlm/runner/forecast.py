@@ -56,10 +56,8 @@ def describe_requirements(settings: Sequence[Settings]) -> list[str]:
     for encoder in dict.fromkeys(run_settings.encoder for run_settings in settings):
         kind, _, place = encoder.partition(":")
         if kind == "openai" and not Path(place).exists():
-            lines.append(
-                f"encoder {encoder}: {place} is missing; put OpenAI's weights there as "
-                ".safetensors, with tokenizer.json (docs/how-to/data.md)"
-            )
+            remedy = "put OpenAI's weights there as .safetensors, with tokenizer.json (docs/how-to/data.md)"
+            lines.append(f"encoder {encoder}: {place} is missing; {remedy}")
         if kind == "hf" and not Path(place).is_dir():
             lines.append(f"encoder {encoder}: from the Hub, or a copy on disk by --encoder hf:DIR")
     trainings = sum(len(run.seeds) * _n_trainings(run, entries.get(run.data)) for run in settings)

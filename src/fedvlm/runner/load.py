@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,13 +160,8 @@ def open_encoder_with_notes(encoder: str, access: Mapping[str, Any]) -> tuple[En
 
 
 def encode(dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress) -> EmbedResult:
-    return embed(
-        dataset,
-        encoder,
-        patches=patches,
-        precision=precision,
-        progress=lambda done, total: progress("embedding", done, total),
-    )
+    report = partial(progress, "embedding")
+    return embed(dataset, encoder, patches=patches, precision=precision, progress=report)
 
 
 def skipped_messages(done: EmbedResult) -> list[str]:
@@ -213,9 +209,7 @@ def shrink_for_smoke(settings: Settings, rows: EmbeddedTable) -> tuple[Settings,
     if "rounds" in {field.name for field in fields(method)}:
         method = replace(method, rounds=min(method.rounds, SMOKE_ROUNDS))
     client_settings = settings.clients
-    clients = replace(
-        client_settings,
-        count=min(client_settings.count, SMOKE_CLIENTS),
-        min_samples=min(client_settings.min_samples, SMOKE_MIN_SAMPLES),
-    )
+    limits = {"count": SMOKE_CLIENTS, "min_samples": SMOKE_MIN_SAMPLES}
+    smaller = {name: min(getattr(client_settings, name), limit) for name, limit in limits.items()}
+    clients = replace(client_settings, **smaller)
     return replace(settings, method=method, clients=clients), small

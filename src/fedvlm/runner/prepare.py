@@ -225,10 +225,8 @@ def _divide_classes(
     )
     partition = make_partition(subset, clients, seed, undivided)
     splits = ("train", "validation", "test", "calibration")
-    full = {
-        id: replace(client, **{split: indices[getattr(client, split)] for split in splits})
-        for id, client in partition.clients.items()
-    }
+    moved = {id: {s: indices[getattr(client, s)] for s in splits} for id, client in partition.clients.items()}
+    full = {id: replace(client, **moved[id]) for id, client in partition.clients.items()}
     return Partition(full, partition.dropped, indices[partition.public])
 
 
@@ -244,17 +242,14 @@ def with_calibration(clients: Clients) -> Clients:
 
 def with_test_samples(members: Mapping[str, ClientSplit]) -> dict[str, ClientSplit]:
     """Return the clients with their test samples also as samples without a label."""
-    return {
-        id: replace(member, unlabelled=np.sort(np.concatenate([member.unlabelled, member.test])))
-        for id, member in members.items()
-    }
+    more = {id: np.sort(np.concatenate([member.unlabelled, member.test])) for id, member in members.items()}
+    return {id: replace(member, unlabelled=more[id]) for id, member in members.items()}
 
 
 def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
     """Return one client with the training and validation samples of all, and no test samples."""
-    train, validation = (
-        np.sort(np.concatenate([getattr(member, part) for member in members])) for part in ("train", "validation")
-    )
+    parts = {part: [getattr(member, part) for member in members] for part in ("train", "validation")}
+    train, validation = (np.sort(np.concatenate(rows)) for rows in parts.values())
     return ClientSplit(POOLED_CLIENT, "", train, validation, np.zeros(0, np.int64))
 
 
@@ -364,10 +359,8 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     sums = torch.cat([part.sum(dim=1) for _, part in iterate_chunks(rows.x)])
     bad = (~sums.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise DataError(
-            f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
-            "encode these samples again, or leave them out"
-        )
+        where = f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}"
+        raise DataError(f"{where}; encode these samples again, or leave them out")
     if settings.group_metrics != "image":
         _check_group_classes(settings, rows)
     if rows.findings is not None:
@@ -377,10 +370,8 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     n_labels = len(rows.classes if rows.findings is None else rows.findings)
     outside = [i for i in np.unique(rows.labels).tolist() if not UNLABELLED <= i < n_labels]
     if outside:
-        raise DataError(
-            f"label {outside[0]} must be from 0 to {n_labels - 1}, as there are {n_labels} classes; "
-            "correct the labels, or name every class"
-        )
+        limit = f"from 0 to {n_labels - 1}, as there are {n_labels} classes"
+        raise DataError(f"label {outside[0]} must be {limit}; correct the labels, or name every class")
     for name in settings.subgroups:
         if name not in rows.subgroups:
             raise unknown_name("column for subgroups", name, rows.subgroups)
@@ -433,10 +424,8 @@ def _check_findings(settings: Settings) -> None:
 def _count_base_classes(classes: Sequence[str]) -> int:
     """Return the size of the base half: the first classes, one more than the new half if their number is odd."""
     if len(classes) < MIN_BASE_TO_NEW_CLASSES:
-        raise DataError(
-            f"base-to-new needs at least {MIN_BASE_TO_NEW_CLASSES} classes, got {len(classes)}; use protocol = "
-            "'own-test', or data with more classes"
-        )
+        needs = f"at least {MIN_BASE_TO_NEW_CLASSES} classes, got {len(classes)}"
+        raise DataError(f"base-to-new needs {needs}; use protocol = 'own-test', or data with more classes")
     return -(-len(classes) // 2)
 
 

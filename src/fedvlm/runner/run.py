@@ -28,10 +28,7 @@ from fedvlm.runner.tune import check_tunable, reuse_tuned, to_manifest, tune_see
 from fedvlm.storage.files import data_name, slug, write_tensors
 
 MAX_OPEN_RUNS = 64  # each holds the lock of its record
-SEEDED_NOISE_NOTE = (
-    "the noise is drawn from the seed, so that the run can be repeated: it costs as much accuracy as a site's noise, "
-    "but protects nothing"
-)
+SEEDED_NOISE_NOTE = "the noise is drawn from the seed, so that the run can be repeated: it protects nothing"
 
 
 @dataclass(frozen=True)

@@ -167,16 +167,12 @@ def _check_combination(settings: Settings) -> Settings:
     check_channel(settings.channel, settings.method)
     _check_verified(settings)
     if settings.centralised and adapts(settings.method):
-        raise SettingsError(
-            f"centralised = true pools the samples of all clients, but {settings.method.name} adapts to every client; "
-            "choose another method"
-        )
+        reason = f"{settings.method.name} adapts to every client"
+        raise SettingsError(f"centralised = true pools all samples, but {reason}; choose another method")
     for name, text in settings.statement.items():
         if len(text) > MAX_STATEMENT_CHARS or not text.isprintable():
-            raise SettingsError(
-                f"{name} must be one line of at most {MAX_STATEMENT_CHARS} characters, got {len(text)}; shorten it "
-                "and leave out line breaks"
-            )
+            limit = f"one line of at most {MAX_STATEMENT_CHARS} characters"
+            raise SettingsError(f"{name} must be {limit}, got {len(text)}; shorten it and leave out line breaks")
     _check_attack(settings)
     _check_transductive(settings)
     if settings.protocol in NEW_CLASS_PROTOCOLS and settings.engine == "flower":
@@ -185,11 +181,8 @@ def _check_combination(settings: Settings) -> Settings:
             "stay with the clients; leave engine out"
         )
     first = settings.warm_start
-    settings = replace(
-        settings,
-        method=_with_privacy_guard(settings.method, settings),
-        warm_start=None if first is None else _with_privacy_guard(first, settings),
-    )
+    warm_start = None if first is None else _with_privacy_guard(first, settings)
+    settings = replace(settings, method=_with_privacy_guard(settings.method, settings), warm_start=warm_start)
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     return settings
@@ -213,10 +206,8 @@ def _check_attack(settings: Settings) -> None:
     if attack_of(settings) is None:
         return
     if settings.engine == "flower":
-        raise SettingsError(
-            f"attack = {settings.attack!r} is simulated in one process, but with engine = 'flower' clients upload for "
-            "themselves; leave engine out"
-        )
+        reason = "is simulated in one process, but with engine = 'flower' clients upload for themselves"
+        raise SettingsError(f"attack = {settings.attack!r} {reason}; leave engine out")
     if not settings.method.rounds:
         raise SettingsError(
             f"attack = {settings.attack!r}: {settings.method.name} has no rounds; choose one that trains"

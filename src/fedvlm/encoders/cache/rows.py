@@ -234,9 +234,7 @@ def check_sums(rows: NDArray[Any], sums: NDArray[np.uint32], location: Path | st
     for place, (row, checksum) in enumerate(zip(rows, sums.tolist(), strict=True)):
         if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != checksum:
             row_name = f"row {numbers[place]}" if numbers else "a row"
-            raise DataError(
-                f"{row_name} of {location} is damaged; {DROP_HINT} damaged rows, for the next run to encode"
-            )
+            raise DataError(f"{row_name} of {location} is damaged; {DROP_HINT} it, and the next run encodes it")
 
 
 def _record(digest: bytes, row: int, checksum: int) -> bytes:

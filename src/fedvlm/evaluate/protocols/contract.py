@@ -65,10 +65,8 @@ def register(rules: T) -> T:
     """Check a protocol and add it to the registry."""
     name = getattr(rules, "name", None)
     if not is_dataclass(rules) or not isinstance(name, str):
-        raise SettingsError(
-            f"protocol {rules.__name__}: it is a frozen dataclass with a `name`; put "
-            "@dataclass(frozen=True) below @register and add one"
-        )
+        remedy = "put @dataclass(frozen=True) below @register and add one"
+        raise SettingsError(f"protocol {rules.__name__}: it is a frozen dataclass with a `name`; {remedy}")
     for verb in ("trainings", "table", "weights", "summary", "every_round"):
         if not hasattr(rules, verb):
             raise SettingsError(f"protocol {rules.__name__}: no {verb}; add it")

@@ -270,10 +270,10 @@ def client_chart(model: Model) -> dict[str, Any] | None:
         return None
     worst = sorted(ids, key=lambda id: min(by_client.get(id, 1.0) for by_client in means))[: MAX_SHOWN // 2]
     shown = [id for id in ids if id in worst]
-    series = [
-        Series(id, [(place, by_client[id]) for place, by_client in enumerate(means) if id in by_client], number)
-        for number, id in enumerate(shown)
-    ]
+    series = []
+    for number, id in enumerate(shown):
+        points = [(place, by_client[id]) for place, by_client in enumerate(means) if id in by_client]
+        series.append(Series(id, points, number))
     names, title = [run["name"] for run in runs], "Accuracy of each client by method"
     chart = Chart(title, "", "accuracy (%)", series, kind="dots", categories=names, is_of_clients=True)
     return {"drawing": draw_chart(chart), "clients": shown, "hidden": len(ids) - len(shown)}
