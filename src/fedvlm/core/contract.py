@@ -9,6 +9,51 @@ from torch import Tensor
 
 from fedvlm.tensors import Tensors
 
+__all__ = [
+    "MIN_CLASS_CLIENTS",
+    "MIN_CLASS_SAMPLES",
+    "NEEDS",
+    "OPTIONAL_PROTOCOLS",
+    "TRAIT_GROUPS",
+    "UPLOAD_SUMS",
+    "UPLOAD_SUM_MEANINGS",
+    "VERBS",
+    "Alternating",
+    "Batch",
+    "ClassStatistics",
+    "ClassTraits",
+    "Client",
+    "Conditioned",
+    "Described",
+    "Factored",
+    "Frozen",
+    "HeadProvider",
+    "ImageTower",
+    "LazyRows",
+    "Matching",
+    "Method",
+    "Noisy",
+    "PrivacyTraits",
+    "Regularised",
+    "Schedule",
+    "Stacked",
+    "StateBounded",
+    "Tempered",
+    "TextTower",
+    "Totalled",
+    "Trained",
+    "TrainingTraits",
+    "Traits",
+    "UploadSum",
+    "as_stacked",
+    "gradient_update",
+    "schedule",
+    "setting",
+    "sums_uploads",
+    "tunable_settings",
+    "upload_sum",
+]
+
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
 MIN_CLASS_SAMPLES = 16  # samples of a class below which its statistics stay at the client

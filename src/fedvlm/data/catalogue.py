@@ -13,7 +13,7 @@ import numpy as np
 
 from fedvlm.data.readers import GROUP, call_reader, detect_kind, kinds
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, relabel, to_nfc
+from fedvlm.data.table import Dataset, relabel, select_columns, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.plugins import load_outside
 
@@ -169,13 +169,8 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
         name=entry.name,
         classes=tuple(name.replace("_", " ") for name in ordered),
         source=SourceSubset(data.source, selected) if len(selected) < len(labels) else data.source,
-        labels=labels[selected],
-        domains=np.array(domains, dtype=np.str_),
-        clients=data.clients[selected],
-        splits=data.splits[selected],
-        groups=None if data.groups is None else data.groups[selected],
-        subgroups={key: column[selected] for key, column in data.subgroups.items()},
         templates=entry.templates,
+        **(select_columns(data, selected) | {"labels": labels[selected], "domains": np.array(domains, dtype=np.str_)}),
     )
 
 

@@ -1,8 +1,10 @@
 """Assign samples to clients: the settings of a federation and every way to partition a pool of samples."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -56,29 +58,9 @@ class Clients:
         return min(self.shots, MAX_VAL_SHOTS) if self.val_shots is None else self.val_shots
 
 
-SUPERCLASSES = {  # of CIFAR-100
-    "aquatic mammals": "beaver, dolphin, otter, seal, whale",
-    "fish": "aquarium fish, flatfish, ray, shark, trout",
-    "flowers": "orchid, poppy, rose, sunflower, tulip",
-    "food containers": "bottle, bowl, can, cup, plate",
-    "fruit and vegetables": "apple, mushroom, orange, pear, sweet pepper",
-    "household electrical devices": "clock, keyboard, lamp, telephone, television",
-    "household furniture": "bed, chair, couch, table, wardrobe",
-    "insects": "bee, beetle, butterfly, caterpillar, cockroach",
-    "large carnivores": "bear, leopard, lion, tiger, wolf",
-    "large man-made outdoor things": "bridge, castle, house, road, skyscraper",
-    "large natural outdoor scenes": "cloud, forest, mountain, plain, sea",
-    "large omnivores and herbivores": "camel, cattle, chimpanzee, elephant, kangaroo",
-    "medium-sized mammals": "fox, porcupine, possum, raccoon, skunk",
-    "non-insect invertebrates": "crab, lobster, snail, spider, worm",
-    "people": "baby, boy, girl, man, woman",
-    "reptiles": "crocodile, dinosaur, lizard, snake, turtle",
-    "small mammals": "hamster, mouse, rabbit, shrew, squirrel",
-    "trees": "maple tree, oak tree, palm tree, pine tree, willow tree",
-    "vehicles 1": "bicycle, bus, motorcycle, pickup truck, train",
-    "vehicles 2": "lawn mower, rocket, streetcar, tank, tractor",
-}
-SUPERCLASS_OF = {class_name: name for name, members in SUPERCLASSES.items() for class_name in members.split(", ")}
+# of CIFAR-100
+SUPERCLASSES: dict[str, list[str]] = json.loads((Path(__file__).parent / "superclasses.json").read_text("utf-8"))
+SUPERCLASS_OF = {class_name: name for name, members in SUPERCLASSES.items() for class_name in members}
 
 
 def superclasses(classes: Sequence[str]) -> list[str]:

@@ -127,6 +127,14 @@ class Partition:
         return {id: client.domain for id, client in self.clients.items()}
 
 
+def select_samples(table: SampleTable, rows: Ints, classes: slice = slice(None)) -> SampleList:
+    """Return some samples, whose labels are those of some classes."""
+    columns = {name: getattr(table, name)[rows] for name in ("domains", "clients", "splits")}
+    columns |= {"groups": None if table.groups is None else table.groups[rows]}
+    content, labels = [table.content[row] for row in rows.tolist()], np.asarray(table.labels, np.int64)[rows]
+    return SampleList(table.classes[classes], labels - (classes.start or 0), content=content, **columns)
+
+
 def image_digest(image: bytes) -> str:
     """Return the SHA-256 of the encoded bytes: equal digests are the same image."""
     return sha256(image).hexdigest()
@@ -230,14 +238,7 @@ def _partition_with_unlabelled(table: SampleTable, clients: Clients, seed: int, 
     labelled, unlabelled = np.flatnonzero(labels != UNLABELLED), np.flatnonzero(labels == UNLABELLED)
     if not len(labelled):
         raise DataError("no sample has a label; give some of them one")
-    subset = SampleList(
-        table.classes,
-        labels[labelled],
-        **{name: getattr(table, name)[labelled] for name in ("domains", "clients", "splits")},
-        content=[table.content[row] for row in labelled.tolist()],
-        groups=None if table.groups is None else table.groups[labelled],
-    )
-    partition = _partition_labelled(subset, clients, seed, targets)
+    partition = _partition_labelled(select_samples(table, labelled), clients, seed, targets)
     members_of = partition.clients.items()
     rows_of = {id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS} for id, client in members_of}
     held_out = [rows[split] for rows in rows_of.values() for split in ("validation", "test", "calibration")]

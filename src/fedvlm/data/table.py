@@ -223,16 +223,13 @@ class EmbeddedTable:
 
     def select(self, rows: NDArray[np.int64], **changes: Any) -> "EmbeddedTable":
         """Return some of the samples, in the given order; `changes` are fields to replace."""
-        content = [self.content[row] for row in rows.tolist()]
-        columns = {key: getattr(self, key)[rows] for key in ("labels", "domains", "clients", "splits")}
         return replace(
             self,
             x=self.x[rows],
-            content=content,
-            groups=None if self.groups is None else self.groups[rows],
-            subgroups={key: column[rows] for key, column in self.subgroups.items()},
+            content=[self.content[row] for row in rows.tolist()],
             patches=None if self.patches is None else self.patches[rows],
-            **(columns | changes),
+            images=None if self.images is None else self.images.take(torch.from_numpy(rows)),
+            **(select_columns(self, rows) | changes),
         )
 
 
@@ -240,6 +237,13 @@ def with_test_data(table: EmbeddedTable, others: Mapping[str, EmbeddedTable]) ->
     """Return a table with other data sets to test on, by the names that the setting test_data gives them."""
     prints = [table.fingerprint, *(f"{name} {other.fingerprint}" for name, other in others.items())]
     return replace(table, test_data=dict(others), fingerprint=sha256("\x1f".join(prints).encode()).hexdigest())
+
+
+def select_columns(table: Dataset | EmbeddedTable, rows: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the columns of some samples."""
+    names = ("labels", "domains", "clients", "splits", "groups")
+    columns = {key: getattr(table, key)[rows] for key in names if getattr(table, key) is not None}
+    return columns | {"subgroups": {key: column[rows] for key, column in table.subgroups.items()}}
 
 
 def to_nfc(name: str) -> str:

@@ -20,7 +20,7 @@ from torch.nn.functional import linear, normalize
 
 from fedvlm.devices import CPU, Device, is_out_of_memory, run_in_halves, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError
 from fedvlm.hub import is_local_only
@@ -67,13 +67,8 @@ class HuggingFace(TorchEncoder):
             if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
                 offers.add("text tower")
         self.offers = frozenset(offers)
-        self.identity = {
-            "kind": f"huggingface {self.kind}",
-            "weights": weights_hash(self.model.state_dict()),
-            "activation": vision.hidden_act,
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        kind, weights = f"huggingface {self.kind}", self.model.state_dict()
+        self.identity = self.describe_weights(kind, weights, activation=vision.hidden_act)
         if self.tokenizer is not None:
             words = json.dumps(sorted(self.tokenizer.get_vocab().items()))
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()

@@ -20,7 +20,7 @@ from fedvlm.devices import CPU, Device, run_in_halves, to_device
 from fedvlm.encoders.huggingface import silence_transformers
 from fedvlm.encoders.images import TorchvisionPixels
 from fedvlm.encoders.openai import build_text_tower
-from fedvlm.encoders.text import Tokens, check_length, tokenize_classes, weights_hash
+from fedvlm.encoders.text import Tokens, check_length, tokenize_classes
 from fedvlm.encoders.timm import explain_library_errors, library_name, pool_each_place, resample_of
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError
@@ -48,13 +48,9 @@ class OpenClip(TorchEncoder):
             self.offers |= {"patches"}
         if self._activation() is not None:
             self.offers |= {"text tower"}
-        self.identity = {
-            "kind": f"open_clip {type(self.model.visual).__name__}",
-            "weights": weights_hash(self.model.state_dict()),
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-            "tokenizer": sha256(repr(self._tokens(["a photo of x-ray findings, No. 1"])).encode()).hexdigest(),
-        }
+        tokens = repr(self._tokens(["a photo of x-ray findings, No. 1"]))
+        kind, tokenizer = f"open_clip {type(self.model.visual).__name__}", sha256(tokens.encode()).hexdigest()
+        self.identity = self.describe_weights(kind, self.model.state_dict(), tokenizer=tokenizer)
         self.model.to(self.device)
 
     def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.devices import CPU, Device, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import Tokens, check_length, load_tokenizer, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.text import Tokens, check_length, load_tokenizer, text_tower_inputs, tokenize_classes
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
@@ -60,13 +60,7 @@ class OpenAI(TorchEncoder):
                 f"{self.name} is not a CLIP model with a ResNet and OpenAI's names of weights "
                 f"({type(error).__name__}: {error}); for a ViT use hf:openai/clip-vit-base-patch16"
             ) from error
-        self.identity = {
-            "kind": "openai resnet",
-            "weights": weights_hash(weights),
-            "activation": ACTIVATION,
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        self.identity = self.describe_weights("openai resnet", weights, activation=ACTIVATION)
         if self._tokenizer is not None:
             words = json.dumps(sorted(self._tokenizer.get_vocab().items()))
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()

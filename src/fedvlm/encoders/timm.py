@@ -4,7 +4,6 @@
 model.safetensors. A patch embedding is what the model's pooling returns for that place alone.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import floor
@@ -18,7 +17,6 @@ from torch import Tensor
 from fedvlm.devices import Device
 from fedvlm.encoders.huggingface import DEFAULT_LOGIT_SCALE
 from fedvlm.encoders.images import TorchvisionPixels
-from fedvlm.encoders.text import weights_hash
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 
@@ -37,12 +35,8 @@ class Timm(TorchEncoder):
         self.model.eval().requires_grad_(False)
         self.scale = DEFAULT_LOGIT_SCALE
         self.offers = frozenset({"image", "patches"})
-        self.identity = {
-            "kind": f"timm {self.model.pretrained_cfg.get('architecture')}",
-            "weights": weights_hash(self.model.state_dict()),
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        kind = f"timm {self.model.pretrained_cfg.get('architecture')}"
+        self.identity = self.describe_weights(kind, self.model.state_dict())
         self.model.to(self.device)
         with torch.inference_mode(), self.halved():
             blank = torch.zeros(1, 3, *self._side(), device=self.device)

@@ -52,8 +52,8 @@ def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, del
         return 0.0
     if noise_multiplier == 0:
         return math.inf
-    renyi = require("dp_accounting.rdp", "the privacy of noise is counted by dp-accounting", "privacy")
-    dp = import_module("dp_accounting")
+    dp = require("dp_accounting", "the privacy of noise is counted by dp-accounting", "privacy")
+    renyi = import_module("dp_accounting.rdp")
     # Gaussian mechanisms compose to one whose noise is divided by the root of their number.
     unsampled_epsilon = float(dp.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), delta))
     if sampling_rate == 1:

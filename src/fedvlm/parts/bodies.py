@@ -11,6 +11,19 @@ from fedvlm.core import Batch, Client, Frozen, Method, Tensors, setting, sums_up
 from fedvlm.maths.gaussian_classes import balanced_weights, suppress_small_classes
 from fedvlm.tensors import to_float32
 
+__all__ = [
+    "class_weights",
+    "cross_entropy",
+    "masked_cross_entropy",
+    "mean",
+    "minibatch",
+    "no_adaptation",
+    "no_update",
+    "send_all",
+    "suppress_client_classes",
+    "uniform_mean",
+]
+
 
 def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
     """Return the mean cross-entropy over real samples, times their weights if `real` has weights; 0 if there are none.

@@ -15,6 +15,22 @@ from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import class_weights, minibatch
 from fedvlm.tensors import count_bytes, to_float32
 
+__all__ = [
+    "Stepper",
+    "adam",
+    "adam_moments",
+    "fused_adam",
+    "head_sgd",
+    "join_state",
+    "map_sgd",
+    "per_tensor",
+    "regularised_head_sgd",
+    "sgd",
+    "sgd_step",
+    "split_state",
+    "train_minibatches",
+]
+
 LARGE_WEIGHTS_BYTES = 64 << 20  # bytes of weights
 # a tensor, its gradient and its optimiser state -> the new tensor and state
 Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]

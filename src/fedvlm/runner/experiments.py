@@ -26,15 +26,11 @@ from fedvlm.storage.files import flatten
 
 Grid = dict[str, list[Any]]  # values by dotted names
 EXPERIMENT_KEYS = ("title", "paper", "traffic", "baselines", "methods", "sweep")  # besides the settings of a run
-EXECUTION_SETTINGS = (
-    "workers",
-    "access",
-    "purpose",
-    "contact",
-    "reproduces",
-    "protocol_settings",
-)  # settings that cannot be swept
+# settings that cannot be swept
+EXECUTION_SETTINGS = ("workers", "access", "purpose", "contact", "reproduces", "protocol_settings")
 OPEN_TABLES = ("source",)  # tables whose keys are not known beforehand
+METHOD_OPTIONS = ["warm_start", "tune", "descriptions", "texts", "selection", "fraction", "engine", "transductive"]
+METHOD_OPTIONS += ["allow_small", "channel", "attack", "reproduces"]  # that baselines are run without
 BASELINES = ("zero-shot", "alone", "pooled")
 
 
@@ -261,19 +257,6 @@ def missing_baselines(settings: Sequence[Settings], done: Record) -> list[Settin
         existing.add("zero-shot")
     if settings[0].protocol in NEW_CLASS_PROTOCOLS:
         existing |= {"alone", "pooled"}  # they cannot predict new classes
-    plain = replace(
-        settings[0],
-        warm_start=None,
-        tune=(),
-        descriptions="",
-        texts="",
-        selection="last",
-        fraction=1.0,
-        engine="batched",
-        transductive=False,
-        allow_small=False,
-        channel=Channel(),
-        attack="none",
-        reproduces=(),
-    )
+    default = Settings(settings[0].method)
+    plain = replace(settings[0], **{name: getattr(default, name) for name in METHOD_OPTIONS})
     return [replace(plain, method=make(name)) for name in BASELINES if name not in existing]

@@ -6,13 +6,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedvlm.core import Method
 from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, EmbeddedTable, with_test_data
+from fedvlm.data.table import Dataset, EmbeddedTable, select_columns, with_test_data
 from fedvlm.encoders import Encoder, WarningEncoder, encoders, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
 from fedvlm.encoders.lazy_rows import stream_images
@@ -168,12 +167,6 @@ def skipped_messages(done: EmbedResult) -> list[str]:
     return [f"skipped {name}: {reason}" for name, reason in done.skipped]
 
 
-def select_columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
-    names = ("labels", "domains", "clients", "splits", "groups")
-    columns = {key: getattr(rows, key)[keep] for key in names if getattr(rows, key) is not None}
-    return columns | {"subgroups": {key: column[keep] for key, column in rows.subgroups.items()}}
-
-
 def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:
     """Return the indices of a small subset that keeps every class, domain and client in proportion."""
     count = len(rows.labels)  # a label may stand for a pattern of findings
@@ -196,20 +189,11 @@ def subset_dataset(dataset: Dataset, keep: np.ndarray[Any, Any]) -> Dataset:
 
 def shrink_for_smoke(settings: Settings, rows: EmbeddedTable) -> tuple[Settings, EmbeddedTable]:
     """Return settings and samples of a smoke run: everything is exercised, nothing takes long."""
-    keep = smoke_subset(rows)
-    small = replace(
-        rows,
-        x=rows.x[keep],
-        content=[rows.content[i] for i in keep],
-        patches=None if rows.patches is None else rows.patches[keep],
-        images=None if rows.images is None else rows.images.take(torch.from_numpy(keep)),
-        **select_columns(rows, keep),
-    )
+    small = rows.select(smoke_subset(rows))
     method = settings.method
     if "rounds" in {field.name for field in fields(method)}:
         method = replace(method, rounds=min(method.rounds, SMOKE_ROUNDS))
-    client_settings = settings.clients
     limits = {"count": SMOKE_CLIENTS, "min_samples": SMOKE_MIN_SAMPLES}
-    smaller = {name: min(getattr(client_settings, name), limit) for name, limit in limits.items()}
-    clients = replace(client_settings, **smaller)
+    smaller = {name: min(getattr(settings.clients, name), limit) for name, limit in limits.items()}
+    clients = replace(settings.clients, **smaller)
     return replace(settings, method=method, clients=clients), small

@@ -19,7 +19,7 @@ from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
-from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
+from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition, select_samples
 from fedvlm.data.table import UNLABELLED, Dataset, EmbeddedTable, pattern_names, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
@@ -215,15 +215,7 @@ def _divide_classes(
 ) -> Partition:
     """Divide the samples of some classes; the partition has their indices in the whole table."""
     indices = np.flatnonzero((table.labels >= part.start) & (table.labels < part.stop))
-    columns = {name: getattr(table, name)[indices] for name in ("domains", "clients", "splits")}
-    subset = SampleList(
-        table.classes[part],
-        table.labels[indices] - part.start,
-        **columns,
-        content=[table.content[index] for index in indices.tolist()],
-        groups=None if table.groups is None else table.groups[indices],
-    )
-    partition = make_partition(subset, clients, seed, undivided)
+    partition = make_partition(select_samples(table, indices, part), clients, seed, undivided)
     splits = ("train", "validation", "test", "calibration")
     moved = {id: {s: indices[getattr(client, s)] for s in splits} for id, client in partition.clients.items()}
     full = {id: replace(client, **moved[id]) for id, client in partition.clients.items()}
@@ -308,37 +300,17 @@ def group_numbers(rows: EmbeddedTable) -> Tensor | None:
 
 
 def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
-    return Frozen(
-        rows.classes,
-        rows.x.shape[1],
-        rows.scale,
-        rows.text,
-        seed,
-        rows.text_tower,
-        rows.image_tower,
-        rows.descriptions,
-        rows.negative_text,
-        rows.findings is not None,
-    )
+    rest = (rows.text_tower, rows.image_tower, rows.descriptions, rows.negative_text, rows.findings is not None)
+    return Frozen(rows.classes, rows.x.shape[1], rows.scale, rows.text, seed, *rest)
 
 
 def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None) -> Frozen:
     """Build the frozen tensors from a manifest, a saved classifier or a site's reply; without towers."""
-    classes = tuple(about["classes"])
-    scale = float(about["scale"])
-    negative = None
-    if about.get("multi_label") and text is not None:
+    negative, multi_label = None, bool(about.get("multi_label"))
+    if multi_label and text is not None:
         negative, text = text.unbind(1)  # (findings, 2, dim)
-    return Frozen(
-        classes,
-        int(about["dim"]),
-        scale,
-        text,
-        seed,
-        descriptions=descriptions,
-        negative_text=negative,
-        multi_label=bool(about.get("multi_label")),
-    )
+    size = tuple(about["classes"]), int(about["dim"]), float(about["scale"])
+    return Frozen(*size, text, seed, None, None, descriptions, negative, multi_label)
 
 
 def text_of(rows: Frozen | EmbeddedTable) -> Tensor | None:
@@ -437,28 +409,23 @@ def split_classes(rows: EmbeddedTable) -> tuple[EmbeddedTable, EmbeddedTable]:
 
 def _half(rows: EmbeddedTable, first: int, last: int) -> EmbeddedTable:
     part = slice(first, last)
-    labels = rows.labels
-    return replace(
-        rows,
-        classes=rows.classes[part],
-        labels=np.where((labels >= first) & (labels < last), labels - first, -1),
-        text=None if rows.text is None else rows.text[part],
-        text_tower=_tower(rows.text_tower, part),
-        descriptions=None if rows.descriptions is None else rows.descriptions[part],
-        texts={id: client_texts[part] for id, client_texts in rows.texts.items()},
-    )
+    labels = np.where((rows.labels >= first) & (rows.labels < last), rows.labels - first, -1)
+    texts = {id: client_texts[part] for id, client_texts in rows.texts.items()}
+    return replace(rows, labels=labels, texts=texts, **_class_fields(rows, part))
 
 
-def _tower(tower: Any, part: slice) -> Any:
-    """Return a text tower for some of its classes."""
-    if tower is None:
-        return None
-    return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
+def _class_fields(table: EmbeddedTable | Frozen, part: slice) -> dict[str, Any]:
+    """Return what depends on the classes, for some of them."""
+    tower: Any = table.text_tower
+    if tower is not None:
+        tower = replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
+    parts = {name: getattr(table, name) for name in ("classes", "text", "descriptions")}
+    return {name: None if whole is None else whole[part] for name, whole in parts.items()} | {"text_tower": tower}
 
 
 def check_new_classes(method: Method, frozen: Frozen, protocol: str = BaseToNew.name) -> None:
     """Refuse a method that cannot predict a class it was not trained on."""
-    initial = [method.init(_with_classes(frozen, n_classes)) for n_classes in (2, 3)]
+    initial = [method.init(replace(frozen, **_class_fields(frozen, slice(n_classes)))) for n_classes in (2, 3)]
     shapes = [{key: tensor.shape for part in parts for key, tensor in part.items()} for parts in initial]
     per_class = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
     reason = f"its {per_class[0]!r} has a row per class" if per_class else ""
@@ -469,17 +436,6 @@ def check_new_classes(method: Method, frozen: Frozen, protocol: str = BaseToNew.
             f"protocol = {protocol!r} tests on classes that nobody trained on, which {method.name} cannot predict "
             f"({reason}); use a method whose classes come from text alone, as zero-shot, promptfl, fedotp or fedclip"
         )
-
-
-def _with_classes(frozen: Frozen, classes: int) -> Frozen:
-    part = slice(classes)
-    return replace(
-        frozen,
-        classes=frozen.classes[part],
-        text=None if frozen.text is None else frozen.text[part],
-        text_tower=_tower(frozen.text_tower, part),
-        descriptions=None if frozen.descriptions is None else frozen.descriptions[part],
-    )
 
 
 def _check_test_data(settings: Settings, rows: EmbeddedTable) -> None:

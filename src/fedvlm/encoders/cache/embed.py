@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import Dataset, Digests, EmbeddedTable, count_classes
+from fedvlm.data.table import Dataset, Digests, EmbeddedTable, count_classes, select_columns
 from fedvlm.encoders import BATCH, Batching, Encoder, Vectors, fingerprint
 from fedvlm.encoders.cache import Entry, cache_directory, find_entry, lock_entry
 from fedvlm.encoders.cache.rows import Claims, RowFile
@@ -160,12 +160,7 @@ def embed(
             name=dataset.name,
             classes=dataset.classes,
             x=_unit_rows(tables.pooled, content),
-            labels=dataset.labels[rows],
-            domains=dataset.domains[rows],
-            clients=dataset.clients[rows],
-            splits=dataset.splits[rows],
-            groups=None if dataset.groups is None else dataset.groups[rows],
-            subgroups={key: column[rows] for key, column in dataset.subgroups.items()},
+            **select_columns(dataset, rows),
             content=Digests(b"".join(content)),
             scale=encoder.scale,
             text=text,

@@ -18,6 +18,18 @@ if TYPE_CHECKING:  # tables of finished runs are made without torch
     from fedvlm.data.partition import Partition
     from fedvlm.data.table import EmbeddedTable
 
+__all__ = [
+    "Participants",
+    "Rules",
+    "Training",
+    "TrainingResults",
+    "Weights",
+    "make_protocol",
+    "protocols",
+    "register",
+    "uniform_weights",
+]
+
 Weights = Mapping[tuple[str, str], float]  # of (training, client) in a column
 Participants = Mapping[str, tuple[Sequence[str], Sequence[str]]]  # by training: who trains, who is unseen
 GROUP = "fedvlm.protocols"
