@@ -52,7 +52,8 @@ def require_local_tensors(classifier: Personalised, client: str) -> Personalised
     """Refuse a classifier without its local tensors: after a deployment they are at the client's site."""
     _, first = classifier.method.init(classifier.frozen)
     if missing := sorted(first.keys() - classifier.local.keys()):
-        raise DataError(f"the local tensor {missing[0]!r} of {client} is at its site, in the kit's folder classifiers")
+        where = "the classifier is there, in the kit's folder classifiers"
+        raise DataError(f"the local tensor {missing[0]!r} of {client} never left its site; {where}")
     return replace(classifier, local={key: classifier.local[key] for key in first})
 
 

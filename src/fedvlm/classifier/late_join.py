@@ -114,7 +114,8 @@ def embed_for_run(
 def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
     """Return the samples with labels in the run's classes; the encoder must be the same."""
     if rows.encoder != common.encoder:
-        raise DataError(f"the samples are embedded by {rows.encoder}, the run by {common.encoder}; use the run's")
+        remedy = "encode the images with the run's encoder"
+        raise DataError(f"the samples were embedded by {rows.encoder}, the run by {common.encoder}; {remedy}")
     classes = common.frozen.classes
     for name in rows.classes:
         if name not in classes:

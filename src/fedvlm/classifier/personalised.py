@@ -87,11 +87,8 @@ class Personalised:
             expected_shape = ("samples", 3, "height", "width")
         elif "patches" in self.method.traits.needs:
             expected_shape = ("samples", "patches", self.frozen.dim)
-        fits = x.ndim == len(expected_shape) and all(
-            size == expected_size
-            for size, expected_size in zip(x.shape, expected_shape, strict=True)
-            if isinstance(expected_size, int)
-        )
+        sizes = [pair for pair in zip(x.shape, expected_shape, strict=False) if isinstance(pair[1], int)]
+        fits = x.ndim == len(expected_shape) and all(size == wanted for size, wanted in sizes)
         if not fits:
             wanted = ", ".join(map(str, expected_shape))
             raise DataError(f"embeddings must have the shape ({wanted}) and be of {self.encoder}; got {tuple(x.shape)}")

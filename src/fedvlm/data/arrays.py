@@ -26,11 +26,9 @@ IN_MEMORY = "memory"  # the name of the data set and of the encoder
 
 def are_arrays(clients: Any) -> bool:
     """Tell arrays by client from settings of how samples become clients."""
-    return (
-        isinstance(clients, Mapping)
-        and bool(clients)
-        and all(isinstance(pair, tuple | list) and len(pair) > 0 and np.ndim(pair[0]) > 0 for pair in clients.values())
-    )
+    if not isinstance(clients, Mapping) or not clients:
+        return False
+    return all(isinstance(pair, tuple | list) and len(pair) > 0 and np.ndim(pair[0]) > 0 for pair in clients.values())
 
 
 def from_arrays(

@@ -109,7 +109,8 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
         raise DataError(f"{entry.name} is not shipped: get it from {entry.home}; then set root to {entry.shape}")
     kind_and_place = detect_kind(place)
     if kind_and_place is None:
-        raise DataError(f"{place} is not there; get {entry.name} from {entry.home}, and set root to {entry.shape}")
+        where = f"set root to {entry.shape} (available from {entry.home})"
+        raise DataError(f"{place} is not there, so {entry.name} cannot be opened; {where}")
     data = _arrange(entry, place, _read(entry, *kind_and_place))
     counts = Counter(data.domains.tolist())
     if entry.domains and set(counts) != set(entry.domains):

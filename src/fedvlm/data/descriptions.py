@@ -66,7 +66,8 @@ def match_sentences(path: Path, table: Any, classes: Sequence[str]) -> list[list
         if readable_name(name) not in names:
             raise unknown_name(f"class of {path}", name, classes)
         if not isinstance(sentences, list) or not all(isinstance(text, str) and text.strip() for text in sentences):
-            raise SettingsError(f"{path}: the sentences of {name!r} must be a list of strings, got {sentences!r:.60}")
+            problem = f"must be a list of non-empty strings, got {sentences!r:.60}"
+            raise SettingsError(f"{path}: the sentences of {name!r} {problem}")
         out[names[readable_name(name)]] = [" ".join(sentence.split()) for sentence in sentences]
     return out
 

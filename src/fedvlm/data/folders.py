@@ -27,7 +27,7 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     else:
         raise DataError(f"there is no {root}; {suggest_path(root)}name a folder or a .zip of images")
     if not files:
-        raise DataError(f"{root} has no images in folders of classes; they end in {', '.join(sources.SUFFIXES)}")
+        raise DataError(f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, in folders of classes")
     depths = sorted({file.count("/") for file in files})
     if len(depths) > 1:
         shallow, deep = (next(file for file in files if file.count("/") == depth) for depth in (depths[0], depths[-1]))

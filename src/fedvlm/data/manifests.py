@@ -152,13 +152,9 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     if sorted(titles) != list(range(len(titles))) or len(set(classes)) < len(classes):
         raise DataError(f"{file}: the labels are not 0, 1, 2, ... with one class each; get it again")
     root = _root(file, images, rows[0][0])
-    return tabulate(
-        file.stem.removeprefix("split_zhou_"),
-        Files(root, _paths(file, root, [name for name, *_ in rows])),
-        [title for _, _, title, _ in rows],
-        classes,
-        splits=[split for *_, split in rows],
-    )
+    files = Files(root, _paths(file, root, [name for name, *_ in rows]))
+    labels, splits = [title for _, _, title, _ in rows], [split for *_, split in rows]
+    return tabulate(file.stem.removeprefix("split_zhou_"), files, labels, classes, splits=splits)
 
 
 def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:

@@ -202,13 +202,8 @@ class EmbeddedTable:
 
     def offers(self) -> set[str]:
         """Return which needs of methods these samples meet."""
-        available = {
-            "image": self.x,
-            "text": self.text,
-            "patches": self.patches,
-            "text tower": self.text_tower,
-            "image tower": None if self.images is None else self.image_tower,
-        }
+        towers = {"text tower": self.text_tower, "image tower": None if self.images is None else self.image_tower}
+        available = {"image": self.x, "text": self.text, "patches": self.patches, **towers}
         return {capability for capability, value in available.items() if value is not None}
 
     def view(self, needs: Collection[str]) -> "Tensor | LazyRows":
@@ -308,7 +303,8 @@ def check_class_names(context: str, names: Sequence[str]) -> None:
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise DataError(f"{context}: the class {twice!r} is listed twice; list every class once")
     if reserved := [name for name in names if name.casefold() == UNLABELLED_FOLDER]:
-        raise DataError(f"{context}: {reserved[0]!r} cannot be a class: it means images without a label; rename it")
+        reason = "because images in a folder of this name have no label"
+        raise DataError(f"{context}: {reserved[0]!r} cannot be a class, {reason}; rename the class")
 
 
 def check_scale(context: str, scale: float) -> float:

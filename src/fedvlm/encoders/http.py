@@ -72,7 +72,8 @@ class Http:
             self._max_batch, self._max_bytes = int(info["max_batch"]), int(info["max_bytes"])
             self.identity = {"kind": "http", "server": str(info["fingerprint"])}
         except (KeyError, TypeError, ValueError) as error:
-            raise EncoderError(f"{self.url}/info is no reply of an encoder ({error!r}); check the URL") from error
+            problem = f"is not the reply of an encoder server ({error!r})"
+            raise EncoderError(f"{self.url}/info {problem}; check the URL") from error
         if "image" not in self.offers:
             raise EncoderError(f"{self.url} offers no image embeddings; use another server")
 
@@ -126,10 +127,8 @@ class Http:
         first_unit, second_unit = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
         self.drift = float(np.abs(first_unit - second_unit).max())
         if self.drift > self._tolerance and self.warn is not None:
-            self.warn(
-                f"{self.name} returned two embeddings of the same image that differ by {self.drift:.2g}; "
-                "the first is used, and the run cannot be reproduced exactly"
-            )
+            result = f"two embeddings of the same image that differ by {self.drift:.2g}"
+            self.warn(f"{self.name} returned {result}; the first is used, and the run cannot be reproduced exactly")
 
     def _array(self, answer: dict[str, Any], key: str, rows: int, axes: int) -> NDArray[Any]:
         if answer.get("fingerprint") != self.identity["server"]:

@@ -57,12 +57,13 @@ def open_checked(data: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise DataError(f"the image is too large ({error}); scale it down first") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"not an image of {', '.join(FORMATS)}: it begins with {data[:12]!r}; convert it") from error
+        formats = ", ".join(FORMATS)
+        raise DataError(f"not an image that can be read: it begins with {data[:12]!r}, not as {formats}") from error
     width, height = image.size
     if width * height > PIXEL_LIMIT:
         raise DataError(f"the image has {width} x {height} pixels, more than {PIXEL_LIMIT:,}; scale it down first")
     if max(width, height) > ASPECT_LIMIT * min(width, height):
-        raise DataError(f"the image has {width} x {height} pixels, more than 1:{ASPECT_LIMIT}; crop it first")
+        raise DataError(f"the image has {width} x {height} pixels, a sliver above 1:{ASPECT_LIMIT}; crop it first")
     return image
 
 

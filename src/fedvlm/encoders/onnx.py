@@ -48,13 +48,10 @@ class Onnx:
         self._image = OnnxModel(image)
         size = self._image.image(settings["size"])
         squash = settings["resize"] == "squash"
-        self.preprocess = Pixels(
-            size=(size, size) if squash else size,
-            crop=None if squash else (size, size),
-            resample=int(Image.Resampling[settings["resample"].upper()]),
-            mean=tuple(settings["mean"]),
-            std=tuple(settings["std"]),
-        )
+        edges, crop = ((size, size), None) if squash else (size, (size, size))
+        resample = int(Image.Resampling[settings["resample"].upper()])
+        colours: dict[str, Any] = {"mean": tuple(settings["mean"]), "std": tuple(settings["std"])}
+        self.preprocess = Pixels(edges, crop, resample, **colours)
         blank = np.zeros((1, 3, size, size), np.float32)
         self.dim: int = self._image.run(blank).shape[1]
         self.identity = {"kind": "onnx", "weights": self._image.digest, "dtype": "as compiled"}
@@ -112,7 +109,8 @@ class OnnxModel:
         named = [output for output in flat if output in ("image_embeds", "text_embeds")]
         if len(named or flat) != 1:
             listed = ", ".join(f"{output.name} {output.shape}" for output in outputs)
-            raise EncoderError(f"{file} must have one output (batch, dim), image_embeds or text_embeds; got {listed}")
+            wanted = "one output of (batch, dim), or image_embeds or text_embeds"
+            raise EncoderError(f"{file} must have {wanted}; it has {listed}")
         self.output = (named or flat)[0]
 
     def image(self, size: int | None) -> int:

@@ -169,10 +169,6 @@ def pixels_of_open_clip(name: str, config: dict[str, Any]) -> TorchvisionPixels:
             f"{name} is preprocessed with resize_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce; "
             'set resize_mode to "shortest" or "squash" in its configuration'
         )
-    return TorchvisionPixels(
-        size=(height, width) if mode == "squash" else height,
-        crop=(height, width),
-        resample=resample_of(name, config.get("interpolation", "bicubic")),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )
+    resample = resample_of(name, config.get("interpolation", "bicubic"))
+    colours: dict[str, Any] = {"mean": tuple(config["mean"]), "std": tuple(config["std"])}
+    return TorchvisionPixels((height, width) if mode == "squash" else height, (height, width), resample, **colours)

@@ -78,7 +78,7 @@ class Store:
         self.identity = {"kind": "store", "rows": self.embedded.fingerprint}
 
     def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
-        raise EncoderError(f"{self.name} holds embeddings, no weights; leave the data set out, or name another encoder")
+        raise EncoderError(f"{self.name} holds embeddings and no weights; name an encoder for images")
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         raise EncoderError(f"{self.name} has no text tower; use its own text embeddings")
@@ -260,11 +260,8 @@ def _read_parquet(file: Path, digest: str) -> tuple[Columns, str]:
     except (ValueError, TypeError) as error:
         raise DataError(f"{file} has an embedding that is not numeric ({error})") from error
     numbers_at = {embedding} if isinstance(embedding, int) else set(embedding)
-    cells = {
-        _column_name(title): ["" if cell is None else str(cell).strip() for cell in column]
-        for i, (title, column) in enumerate(columns.items())
-        if i not in numbers_at and _is_text(title)
-    }
+    texts = [pair for i, pair in enumerate(columns.items()) if i not in numbers_at and _is_text(pair[0])]
+    cells = {_column_name(key): ["" if cell is None else str(cell).strip() for cell in column] for key, column in texts}
     return _table_columns(file, rows, cells), digest
 
 
@@ -346,11 +343,9 @@ def _join_splits(file: Path, columns: Columns) -> Columns:
         if len(x) != len(y) or x.shape[1:] != pairs[0][0].shape[1:]:
             raise DataError(f"{file}: {split}_x is {x.shape} and {split}_y is {y.shape}")
     rest = {key: value for key, value in columns.items() if key not in SPLIT_KEYS}
-    return rest | {
-        "x": np.concatenate([x for x, _ in pairs]),
-        "y": np.concatenate([y for _, y in pairs]),
-        "splits": np.repeat([SPLIT_ALIASES[split] for split in splits], [len(x) for x, _ in pairs]),
-    }
+    x, y = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    splits_of_rows = np.repeat([SPLIT_ALIASES[split] for split in splits], [len(x) for x, _ in pairs])
+    return rest | {"x": x, "y": y, "splits": splits_of_rows}
 
 
 def _read_labels(file: Path, columns: Columns) -> tuple[tuple[str, ...], NDArray[np.int64], Findings | None]:

@@ -76,13 +76,9 @@ def pixels_of_timm(name: str, config: dict[str, Any]) -> TorchvisionPixels:
             f"{name} is preprocessed with crop_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce; "
             'set crop_mode to "center" or "squash" in its config.json'
         )
-    return TorchvisionPixels(
-        size=resized if mode == "squash" else resized[0],
-        crop=(height, width),
-        resample=resample_of(name, config["interpolation"]),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )
+    resample = resample_of(name, config["interpolation"])
+    colours: dict[str, Any] = {"mean": tuple(config["mean"]), "std": tuple(config["std"])}
+    return TorchvisionPixels(resized if mode == "squash" else resized[0], (height, width), resample, **colours)
 
 
 def resample_of(name: str, interpolation: str) -> int:

@@ -445,23 +445,16 @@ def class_means(upload: Tensors, max_samples: int) -> Tensor:
 
 def empty_prior(classes: int, dim: int) -> Tensors:
     """Return the prior and its discriminant before any upload: all zero."""
-    return {
-        "counts": torch.zeros(classes),
-        "means": torch.zeros(classes, dim),
-        "scatter": torch.zeros(dim * (dim + 1) // 2),
-        "weight": torch.zeros(classes, dim),
-        "bias": torch.zeros(classes),
-    }
+    rule = {"weight": torch.zeros(classes, dim), "bias": torch.zeros(classes)}
+    prior = {"counts": torch.zeros(classes), "means": torch.zeros(classes, dim)}
+    return {**prior, "scatter": torch.zeros(dim * (dim + 1) // 2), **rule}
 
 
 def pooled_prior(total: Tensors, max_samples: int, shrinkage: float) -> Tensors:
     """Return the posterior of all samples under an uninformative prior, and its discriminant."""
-    pooled = moments_from_sums(
-        total["counts"].double(),
-        from_fixed_point(total["sums"], max_samples),
-        unpack(from_fixed_point(total["moments"], max_samples), total["sums"].shape[1]),
-        fixed_point_step(max_samples),
-    )
+    sums, triangle = (from_fixed_point(total[key], max_samples) for key in ("sums", "moments"))
+    second, step = unpack(triangle, sums.shape[1]), fixed_point_step(max_samples)
+    pooled = moments_from_sums(total["counts"].double(), sums, second, step)
     rule = fit_discriminant(pooled, ridge(pooled, shrinkage))
     moments = {"counts": pooled.counts, "means": pooled.means, "scatter": pack(pooled.scatter)}
     return {key: value.float() for key, value in {**moments, "weight": rule.weight, "bias": rule.bias}.items()}

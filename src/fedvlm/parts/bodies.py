@@ -83,13 +83,9 @@ def adapts(method: Method) -> bool:
 def mean(self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
     """aggregate: the mean of the uploads, weighted by the clients' samples."""
     fractions = weights.double() / weights.double().sum()
-    return {
-        key: sum(
-            (w * upload[key].double() for w, upload in zip(fractions, uploads, strict=True)),
-            start=torch.zeros((), dtype=torch.float64),
-        ).to(value.dtype)
-        for key, value in shared.items()
-    }
+    zero, pairs = torch.zeros((), dtype=torch.float64), list(zip(fractions, uploads, strict=True))
+    sums = {key: sum((w * upload[key].double() for w, upload in pairs), start=zero) for key in shared}
+    return {key: sums[key].to(value.dtype) for key, value in shared.items()}
 
 
 @sums_uploads("clients")

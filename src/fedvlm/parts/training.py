@@ -250,22 +250,10 @@ def adam_step(
     counts: list[Tensor],
 ) -> None:
     """Take one step of Adam on all values, in place."""
-    fused_step(
-        values,
-        gradients,
-        means,
-        squares,
-        [],
-        counts,
-        fused=True,
-        amsgrad=False,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=False,
-    )
+    beta1, beta2 = settings.betas
+    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "eps": settings.eps}
+    options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    fused_step(values, gradients, means, squares, [], counts, fused=True, **options)
 
 
 # (clients, classes, dim) heads -> what is added to their gradients

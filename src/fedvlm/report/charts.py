@@ -137,23 +137,13 @@ def reliability_chart(summaries: Summaries, title: str = "Reliability diagram") 
     """Accuracy by confidence; the ECE is that of the pooled samples."""
     series = []
     for position, (name, summary) in summaries.items():
-        shown = [
-            (point, count / max(summary["bins"]))
-            for point, count in zip(summary["reliability"], summary["bins"], strict=True)
-            if count >= MIN_BIN_FRACTION * summary["n_samples"]
-        ]
+        least = MIN_BIN_FRACTION * summary["n_samples"]
+        pairs = zip(summary["reliability"], summary["bins"], strict=True)
+        shown = [(point, count / max(summary["bins"])) for point, count in pairs if count >= least]
         label = f"{name}, ECE {summary['ECE']:.1%}"
         series.append(Series(label, [p for p, _ in shown], position, sizes=[size for _, size in shown]))
-    return Chart(
-        title,
-        "confidence",
-        "accuracy (%)",
-        series,
-        has_diagonal=True,
-        x_range=UNIT_RANGE,
-        y_range=UNIT_RANGE,
-        size_note="dot area: samples in the bin",
-    )
+    chart = Chart(title, "confidence", "accuracy (%)", series, has_diagonal=True)
+    return replace(chart, x_range=UNIT_RANGE, y_range=UNIT_RANGE, size_note="dot area: samples in the bin")
 
 
 def ranking_charts(summaries: Summaries) -> list[Chart]:
@@ -357,11 +347,9 @@ def own_ranking_charts(results: Sequence[Record], options: PlotOptions) -> list[
 def training_charts(result: Record, kinds: Sequence[str], training: str | None, seed: int | None) -> list[Chart]:
     """Build reliability, decision or rounds of one training: its clients against the unseen."""
     about = find_training(result, training, seed)
-    summaries = {
-        position: (name, summary)
-        for position, (name, key) in enumerate((("clients", "train"), ("unseen", "unseen")))
-        if (summary := pool_scores(about["scores"].get(id, {}) for id in about[key]))
-    }
+    groups = {"clients": about["train"], "unseen": about["unseen"]}
+    pooled = [(name, pool_scores(about["scores"].get(id, {}) for id in ids)) for name, ids in groups.items()]
+    summaries = {position: pair for position, pair in enumerate(pooled) if pair[1]}
     if not summaries and set(kinds) != {"rounds"}:
         raise DataError(f"{result.folder} has no metrics of test samples; run it again to have them")
     build: dict[str, Callable[[], Chart]] = {

@@ -65,12 +65,8 @@ def _kappa(result: Record, seed: int) -> Table:
     """Cohen's kappa, the mean over clients: agreement beyond chance, weighted if classes are ordered."""
     out: Table = {}
     for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
-        values = [
-            cohens_kappa(training["scores"][id]["confusion"], is_ordered(result))
-            for training in read_trainings(result, seed).values()
-            for id in training[key]
-            if "confusion" in training["scores"].get(id, {})
-        ]
+        scored = [t["scores"][id] for t in read_trainings(result, seed).values() for id in t[key] if id in t["scores"]]
+        values = [cohens_kappa(s["confusion"], is_ordered(result)) for s in scored if "confusion" in s]
         out[f"kappa, {group}"] = _mean(values)
     return out
 
@@ -198,11 +194,9 @@ def _has_score_counts(about: Mapping[str, Any], id: str) -> bool:
 
 def _area(kind: str) -> "Column":
     def column(result: Record, seed: int) -> Table:
-        curves = [
-            ranking_curve(result, kind, name, seed)
-            for name, about in read_trainings(result, seed).items()
-            if any(_has_score_counts(about, id) for id in about["train"])
-        ]
+        trainings = read_trainings(result, seed).items()
+        names = [name for name, about in trainings if any(_has_score_counts(about, id) for id in about["train"])]
+        curves = [ranking_curve(result, kind, name, seed) for name in names]
         return {f"{kind} area": _mean(area_under_curve(points, kind) for points in curves if points)}
 
     return column
@@ -229,12 +223,8 @@ def _findings(result: Record, seed: int) -> Table:
     trainings = read_trainings(result, seed).values()
     for number, finding in enumerate(result.manifest["classes"] if result.manifest.get("multi_label") else ()):
         for name in ("AUC", "AP"):
-            by_client = [
-                training["scores"][id]["findings"][number].get(name)
-                for training in trainings
-                for id in training["train"]
-                if "findings" in training["scores"].get(id, {})
-            ]
+            scored = [training["scores"].get(id, {}) for training in trainings for id in training["train"]]
+            by_client = [scores["findings"][number].get(name) for scores in scored if "findings" in scores]
             out[f"{name} {finding}"] = _mean(by_client)
     return out
 

@@ -59,7 +59,8 @@ def explain(
     result = run if isinstance(run, Record) else Record(Path(run))
     method = make(**result.manifest["identity"]["method"])
     if not isinstance(method, Matching):
-        raise SettingsError(f"{result.folder} is a run of {method.name}, which matches no patches; explain fedotp")
+        reason = f"{method.name}, which moves nothing between patches and prompts"
+        raise SettingsError(f"{result.folder} is a run of {reason}; explain a run of fedotp")
     decoded = read_image(Path(image))
     classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
     return explain_image(classifier, reopen_encoder(classifier.encoder), decoded, name, gammas)
@@ -147,12 +148,9 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
             f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
             f"{MIN_PROMPTS} clients or more, as clients.partition = 'dirichlet' makes them"
         )
-    return PromptMap(
-        title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",
-        clients=tuple(local),
-        groups=tuple(_group(result, id) for id in local),
-        places=plane_positions(list(local.values())),
-    )
+    title = f"local prompts of {identity['method']['name']} on {result.manifest['data']}"
+    groups = tuple(_group(result, id) for id in local)
+    return PromptMap(title, tuple(local), groups, plane_positions(list(local.values())))
 
 
 def _group(result: Record, id: str) -> str:

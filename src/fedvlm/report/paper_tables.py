@@ -70,12 +70,9 @@ def compare_with_paper(name: str, results: Sequence[Record]) -> list[PaperCell]:
 def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.Table]:
     """Return the gains of a run over zero-shot on unseen clients, seed by seed."""
     identity = result.manifest["identity"]
-    base = [
-        run
-        for run in results
-        if run.manifest["identity"]["method"]["name"] == "zero-shot"
-        and all(run.manifest["identity"][key] == identity[key] for key in SHARED_SETTINGS)
-    ]
+    identities = [(run, run.manifest["identity"]) for run in results]
+    zero_shot = [(run, other) for run, other in identities if other["method"]["name"] == "zero-shot"]
+    base = [run for run, other in zero_shot if all(other[key] == identity[key] for key in SHARED_SETTINGS)]
     out: list[metrics.Table] = [{} for _ in result.tables]
     for table, theirs, gain in zip(result.tables, base[0].tables if base else [], out, strict=False):
         for key, value in table.items():
@@ -87,11 +84,9 @@ def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.
 
 def _cell(number: PrintedNumber, results: Sequence[Record], column_statistics: Sequence[ColumnStatistics]) -> PaperCell:
     expected = {"data": number.data, **find_item(number.name).settings, **number.settings}
-    able = [
-        (len(differences(expected, candidate.manifest["identity"])), place)
-        for place, candidate in enumerate(results)
-        if matches_method(number, candidate.manifest["identity"])
-    ]
+    identities = [candidate.manifest["identity"] for candidate in results]
+    matching = [place for place, other in enumerate(identities) if matches_method(number, other)]
+    able = [(len(differences(expected, identities[place])), place) for place in matching]
     if not able:
         return PaperCell(number, None, None, None, None)
     place = min(able)[1]
@@ -157,11 +152,9 @@ Columns = dict[str, dict[str, PaperCell]]  # by heading: cells by row
 def _open_settings(number: PrintedNumber) -> str:
     """Return the settings, other than the method's, in which the numbers of an item differ."""
     all_settings = [settings.settings for settings in numbers()[number.name]]
-    words = [
-        f"{key}={_value(value)}"
-        for key, value in number.settings.items()
-        if not key.startswith("method.") and any(settings.get(key) != value for settings in all_settings)
-    ]
+    rest = {key: value for key, value in number.settings.items() if not key.startswith("method.")}
+    open_ = {key for key in rest if any(settings.get(key) != rest[key] for settings in all_settings)}
+    words = [f"{key}={_value(value)}" for key, value in rest.items() if key in open_]
     return ", ".join(words)
 
 

@@ -111,13 +111,12 @@ def _run_row(result: Record, names: Sequence[str], settings: Sequence[str]) -> d
 def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the table as numbers, accuracies as fractions: each column's mean and standard deviation over seeds."""
     names, settings = split_requested(results, extra_columns)
-    return [
-        {
-            key: {"mean": value[0], "std": value[1]} if isinstance(value, tuple) else value
-            for key, value in _run_row(result, names, settings).items()
-        }
-        for result in results
-    ]
+
+    def plain(value: Any) -> Any:
+        return {"mean": value[0], "std": value[1]} if isinstance(value, tuple) else value
+
+    rows = [_run_row(result, names, settings) for result in results]
+    return [{key: plain(value) for key, value in row.items()} for row in rows]
 
 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:

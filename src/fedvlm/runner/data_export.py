@@ -43,11 +43,9 @@ def export_data(run: str | Path, folder: Path, form: str, progress: Progress) ->
     for number, prepared in enumerate(seeds):
         predictions += test_predictions(record, prepared, names)
         progress("predicting", number + 1, len(seeds))
-    tables = {
-        "embeddings": embedding_columns(rows, names, form),
-        "splits": _concatenate([columns for prepared in seeds for columns in split_columns(prepared)]),
-        "predictions": _concatenate(predictions),
-    }
+    splits = [columns for prepared in seeds for columns in split_columns(prepared)]
+    tables = {"embeddings": embedding_columns(rows, names, form), "splits": _concatenate(splits)}
+    tables["predictions"] = _concatenate(predictions)
     return [_write_columns(folder / f"{name}.{form}", columns, form) for name, columns in tables.items()]
 
 

@@ -58,15 +58,9 @@ def build_manifest(
 
 def provenance() -> dict[str, Any]:
     """Return the versions of the code and of its libraries, its commit, and the time."""
-    return {
-        "versions": {
-            "fedvlm": version("fedvlm"),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numpy", "transformers")},
-        },
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_commit(),
-    }
+    names = ("fedvlm", "torch", "numpy", "transformers")
+    versions = {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return {"versions": versions, "started": datetime.now(UTC).isoformat(timespec="seconds"), **_commit()}
 
 
 def describe_samples(samples: EmbeddedTable) -> dict[str, Any]:

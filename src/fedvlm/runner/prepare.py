@@ -203,11 +203,9 @@ def divide_samples(
     content = rank_digests(table.content)
     base_content = np.unique(content[table.labels < n_base])
     none = np.zeros(0, np.int64)
-    return partition, {
-        id: ClientSplit(id, client.domain, none, none, client.test[~np.isin(content[client.test], base_content)])
-        for id, client in new.clients.items()
-        if id in partition.clients
-    }
+    both = {id: client for id, client in new.clients.items() if id in partition.clients}
+    tests = {id: client.test[~np.isin(content[client.test], base_content)] for id, client in both.items()}
+    return partition, {id: ClientSplit(id, client.domain, none, none, tests[id]) for id, client in both.items()}
 
 
 def _divide_classes(

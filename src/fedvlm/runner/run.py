@@ -221,10 +221,8 @@ def _untuned_note(settings: Settings, options: RunOptions) -> list[str]:
     values = asdict(method)
     if "lr" not in tunable_settings(method) or values["lr"] != asdict(make(method.name))["lr"]:
         return []
-    return [
-        f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; tune = ['lr'] "
-        "(--tune lr) chooses it on validation samples"
-    ]
+    hint = "tune = ['lr'] (--tune lr) chooses it on validation samples"
+    return [f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; {hint}"]
 
 
 @dataclass

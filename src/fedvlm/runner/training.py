@@ -191,11 +191,8 @@ def save_calibrations(record: Record, name: str, training: str, world: World) ->
     if path.exists() or world.has_many_clients:
         return
     shared, local_tensors = record.outcome(training, world.seed)
-    calibrations = {
-        id: calibration_to_json(fit_calibration(world, world.method.send(shared, id), local, id))
-        for id, local in local_tensors.items()
-        if id in world.members
-    }
+    fits = {id: (world.method.send(shared, id), own) for id, own in local_tensors.items() if id in world.members}
+    calibrations = {id: calibration_to_json(fit_calibration(world, *sent, id)) for id, sent in fits.items()}
     _save_novelty(record, name, world, list(calibrations))
     write_json(path, calibrations)
 

@@ -134,12 +134,9 @@ def halving_rungs(settings: Settings) -> Rungs:
     finalists = choose_finalists(trials)
     yield [TrialStep(trial, method.rounds) for trial in finalists]
     names = ("values", "rounds", "updates", "score", "samples")
-    return {
-        "asked": {name: asdict(method)[name] for name in settings.tune},
-        "chosen": choose_values(finalists),
-        "trials": [{name: getattr(trial, name) for name in names} for trial in trials],
-        "spent": _privacy_spend(trials),
-    }
+    asked = {name: asdict(method)[name] for name in settings.tune}
+    recorded = [{name: getattr(trial, name) for name in names} for trial in trials]
+    return {"asked": asked, "chosen": choose_values(finalists), "trials": recorded, "spent": _privacy_spend(trials)}
 
 
 def choose_finalists(trials: Sequence[Trial]) -> list[Trial]:

@@ -297,10 +297,8 @@ class _Run:
         return Vectors(pooled, grid)
 
     def _refuse(self, problem: str, digest: bytes) -> EncoderError:
-        return EncoderError(
-            f"{self.encoder.name} returned {problem} for {self.images.name(digest)}; "
-            "earlier batches are cached: repair the encoder, or remove the image, and run again"
-        )
+        remedy = "earlier batches are cached: repair the encoder, or remove the image, and run again"
+        return EncoderError(f"{self.encoder.name} returned {problem} for {self.images.name(digest)}; {remedy}")
 
 
 def _unit_rows(table: RowFile, content: list[bytes]) -> Tensor:

@@ -354,10 +354,8 @@ def run_warnings(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         for note in dict.fromkeys(run["notes"] or ()):
             names.setdefault(note, []).append(run["name"])
-    return [
-        note if note.startswith(tuple(f"{name}:" for name in concerned)) else f"{', '.join(concerned)}: {note}"
-        for note, concerned in names.items()
-    ]
+    prefixes = {note: tuple(f"{name}:" for name in concerned) for note, concerned in names.items()}
+    return [n if n.startswith(prefixes[n]) else f"{', '.join(concerned)}: {n}" for n, concerned in names.items()]
 
 
 def diagnostic_ranges(trainings: Trainings) -> dict[str, list[float]]:

@@ -300,11 +300,9 @@ def round_figures(model: Model) -> list[Markup]:
         for key, title, is_fraction in ROUND_CHARTS:
             if across == "kB" and key not in ("accuracy", "unseen"):
                 continue
-            series = [
-                charts.with_band(run["name"], points, place)
-                for place, run in enumerate(model["runs"])
-                if (points := charts.mean_curve(run["curves"], key, across))
-            ]
+            curves = [charts.mean_curve(run["curves"], key, across) for run in model["runs"]]
+            named = enumerate(zip(model["runs"], curves, strict=True))
+            series = [charts.with_band(run["name"], points, place) for place, (run, points) in named if points]
             if series:
                 suffix = ", by traffic" if across == "kB" else ""
                 y_label = "per cent" if is_fraction else key
