@@ -1,10 +1,15 @@
-"""The pages of reference/generated, made from the code; conf.py calls `write` before each build."""
+"""The pages of reference/generated, made from the code; conf.py calls `write` before each build.
+
+Run as a program it also writes the contract, the table of uploads and the appendix of results.
+"""
 
 import ast
+import csv
 import inspect
 import io
 import re
 import tokenize
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
@@ -344,6 +349,44 @@ def policy_page() -> list[str]:
     )
 
 
+APPENDIX_OPENING = """# Appendix: all tables of results
+
+*For researchers who check a number. Each table has its command and the commit that brought it into the repository.
+Pages by question are in [results](results.md).*
+
+Accuracies are per cent, mean ± sample standard deviation over seeds (0, 1, 2 unless stated), last round. G is the
+accuracy on a domain that nobody trained on, P on the clients' own domains, C on all.
+
+`python docs/generate.py` writes this page. The figures of a section are CSV files in
+[tables](tables/index.toml); `make tables` writes the tables of experiments.
+"""
+
+
+def appendix_page(old: str, folder: Path) -> str:
+    """All sections of index.toml: tables of CSV files, and those of experiments as they stand on the old page."""
+    experiments = {
+        match[1]: match[0] for match in re.finditer(r"(?ms)^<!-- table: ([\w-]+)[^>]*-->$.*?^<!-- table ends -->$", old)
+    }
+    lines = [APPENDIX_OPENING]
+    for section in tomllib.loads((folder / "index.toml").read_text(encoding="utf-8"))["section"]:
+        lines += [f"## {section['title']}", "", f"{section['note']} Commit {', '.join(section['commits'])}.", ""]
+        for name in section["tables"]:
+            kind, _, experiment = name.partition(":")
+            if kind == "experiment":
+                empty = f"<!-- table: {experiment} -->\n\n<!-- table ends -->"
+                lines += [experiments.get(experiment, empty), ""]
+            else:
+                with (folder / name).open(encoding="utf-8", newline="") as file:
+                    head, *rows = csv.reader(file)
+                lines += table(head, rows)
+    return "\n".join(lines)
+
+
+def write_appendix(papers: Path) -> None:
+    page = papers / "appendix.md"
+    page.write_text(appendix_page(page.read_text(encoding="utf-8"), papers / "tables"), encoding="utf-8")
+
+
 PAGES: dict[str, Callable[[], list[str]]] = {
     "methods": methods_page,
     "encoders": lambda: listed("encoders", "Encoders"),
@@ -372,3 +415,4 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":  # what is in the repository; the other pages are made when the documentation is built
     (Path(__file__).parent / "reference" / "contract.md").write_text(contract_page(), encoding="utf-8")
     write_uploads(Path(__file__).parent / "security" / "privacy.md")
+    write_appendix(Path(__file__).parent / "papers")

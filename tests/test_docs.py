@@ -61,8 +61,6 @@ def defaults(kind, without=()):
 @pytest.mark.parametrize(
     ("page", "head", "kind", "without"),
     [
-        ("reference/settings.md", "key", Settings, ("protocol_settings",)),
-        ("reference/settings.md", "`clients.`", Clients, ()),
         ("security/channel.md", "`channel.`", Channel, ()),
         ("how-to/deploy.md", "`server.toml`", ServerKit, ("folder", "sites", "rehearsal")),
     ],
@@ -72,14 +70,9 @@ def test_a_table_of_settings_has_every_name_and_default(page, head, kind, withou
     assert documented == defaults(kind, without)
 
 
-def test_the_settings_page_has_every_word_of_a_choice():
-    documented = {row[0].strip("`"): " ".join(row[1:]) for row in table("reference/settings.md", "key")}
-    for field in fields(Settings):
-        for word in get_args(field.type):
-            if isinstance(word, str):
-                assert f"`{word}`" in documented[field.name], f"{field.name} = {word!r} is not on the page"
-    ways = {row[0]: " ".join(row[1:]) for row in table("reference/settings.md", "`clients.`")}["`partition`"]
-    assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(PartitionKind))
+def test_the_settings_page_has_every_partition():
+    ways = [row[0].strip("`") for row in table("reference/settings.md", "`clients.partition`")]
+    assert sorted(ways) == sorted(get_args(PartitionKind))
 
 
 def test_encoders_offer_what_the_page_says():

@@ -16,34 +16,14 @@ MAX_README_LINES = 150
 # Pages that a program writes, besides those in folders called `generated`.
 GENERATED = (
     "docs/how-to/recording.md",
+    "docs/papers/appendix.md",
     "docs/papers/benchmarks.md",
     "docs/reference/contract.md",
     "docs/reference/licences.md",
+    "docs/security/tests-passed.md",
 )
 # Pages that are not rewritten yet. Empty before a release.
-UNREVISED: tuple[str, ...] = (
-    "docs/explanation/auto.md",
-    "docs/explanation/concepts.md",
-    "docs/explanation/methods.md",
-    "docs/explanation/one-shot.md",
-    "docs/how-to/data.md",
-    "docs/how-to/deploy.md",
-    "docs/how-to/devices.md",
-    "docs/how-to/explain.md",
-    "docs/how-to/export.md",
-    "docs/how-to/operate.md",
-    "docs/how-to/report.md",
-    "docs/how-to/scale.md",
-    "docs/reference/api.md",
-    "docs/reference/settings.md",
-    "docs/security/channel.md",
-    "docs/security/poisoning.md",
-    "docs/security/privacy.md",
-    "docs/security/security.md",
-    "docs/security/verified.md",
-    "docs/start/1-sixty-seconds.md",
-    "docs/tutorials/hospitals.md",
-)
+UNREVISED: tuple[str, ...] = ("docs/explanation/auto.md",)
 # What not to write, and what the field writes instead.
 PRIVATE = {
     r"(training|validation|test|own|client's|site's|public|pooled|calibration|held) rows": "samples",
@@ -70,6 +50,7 @@ WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Return the text of each hand-written page by its path; tables between marks are generated."""
     paths = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    paths += (root / "docs/papers/tables").glob("index.toml")  # the notes of the appendix
     named = {str(path.relative_to(root)): path for path in paths if "generated" not in path.relative_to(root).parts}
     return {
         name: re.sub(r"(?ms)^<!-- table: .*?^<!-- table ends -->$", "", path.read_text(encoding="utf-8"))
@@ -112,7 +93,7 @@ def findings(text: str) -> list[str]:
         if words(plain(paragraph)) > MAX_PARAGRAPH_WORDS:
             found.append(f"paragraph of {words(plain(paragraph))} words: {start} ...")
         for sentence in sentences(paragraph):
-            if words(sentence) > MAX_SENTENCE_WORDS:
+            if words(sentence) > MAX_SENTENCE_WORDS and not re.fullmatch("(CODE[, ]*)+", sentence):  # a list of names
                 found.append(f"sentence of {words(sentence)} words: {' '.join(sentence.split()[:8])} ...")
         for match in WORD.finditer(plain(paragraph)):
             better = next(word for key, word in PRIVATE.items() if re.fullmatch(key, match[0], re.IGNORECASE))

@@ -25,7 +25,7 @@ from fedvlm.deploy.identity.enrolment import (
 from fedvlm.deploy.identity.keys import create_certificates
 from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.operations.live_page import create_app
-from fedvlm.deploy.server.launch import run_over_sites, start_site
+from fedvlm.deploy.server.launch import evaluate_over_sites, run_over_sites, start_site
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import read_peers
 from fedvlm.deploy.site.policy import example_policy
@@ -85,6 +85,9 @@ def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_pat
     settings = federation.settings(method)
     deployed = run_over_sites(federation.kit, settings, tmp_path / "deployed")
     check_as_alone(federation, settings, deployed, tmp_path / "alone")
+    done = evaluate_over_sites(federation.kit, [str(deployed.folder), "zero-shot"])
+    for name, scores in deployed.trainings()["all"]["scores"].items():
+        assert [found["test_rows"] for found in done["sites"][name]["scores"]] == [scores["test_rows"]] * 2
 
 
 @pytest.mark.long  # a minute

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md"))
 FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
 SERVERS = ("hospitals", "3-first-federation")  # with real processes
+SHOWN = [("researcher", "researcher"), ("hospitals", "hospital")]
+SHOWN += [("scikit-learn", "from_scikit_learn"), ("epsilon", "given_epsilon")]
 LIMIT = 900  # seconds; most of a page with servers is waiting
 
 
@@ -47,7 +49,7 @@ def test_pages_have_commands_and_no_block_that_is_not_run():
         assert {kind for kind, _ in blocks(page)} == {"sh"}, page.name
 
 
-@pytest.mark.parametrize(("page", "script"), [("researcher", "researcher"), ("hospitals", "hospital")])
+@pytest.mark.parametrize(("page", "script"), SHOWN)
 def test_a_tutorial_shows_the_script_that_it_runs(page, script):
     text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
     assert f":::{{literalinclude}} ../../examples/{script}.py\n" in text

@@ -10,6 +10,7 @@ from tools import prose
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "generated" not in path.relative_to(ROOT).parts)
 FRONT = sorted(ROOT.glob("*.md"))
+LIST = ", ".join(["`name`"] * 60)
 LONG = "word " * (prose.MAX_PARAGRAPH_WORDS + 1)
 
 
@@ -37,7 +38,7 @@ def test_long_and_private_words_are_found(text, finding):
 
 
 def test_code_headings_and_the_fields_own_words_pass():
-    text = f"# {LONG}\n\n```\n{LONG}\n```\n\nA `hits` column, a standard deviation, a heat map, a key exchange.\n"
+    text = f"# {LONG}\n\n```\n{LONG}\n```\n\nA `hits` column, a standard deviation, a key exchange.\n\n{LIST}\n"
     assert not prose.findings(text)
 
 

@@ -1,12 +1,18 @@
 """The reference is made from the code: all of it is there, and comments of fields are read."""
 
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from fedvlm.channel.settings import Channel
 from fedvlm.core import methods
+from fedvlm.data.clients import Clients
+from fedvlm.runner.settings import Settings
+from tools.security_tests import PAGE, named_tests
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -63,6 +69,24 @@ def test_every_method_is_on_the_page_with_every_setting_explained(generate):
             assert not row.endswith("|  |"), f"{name}.{setting} has no comment in its class"
 
 
+def test_every_setting_of_a_run_is_explained_with_its_choices(generate):
+    rows = {line.split(" | ")[0]: line for line in generate.settings_page() if line.startswith("| `")}
+    for kind in (Settings, Clients, Channel):
+        for field in fields(kind):
+            row = rows[f"| `{field.name}`"]
+            assert not row.endswith("|  |"), f"{field.name} has no comment in its class"
+            for word in get_args(field.type):
+                assert not isinstance(word, str) or repr(word) in row, f"{field.name} = {word!r} is not on the page"
+
+
+def test_the_appendix_is_made_from_its_tables(generate):
+    papers = DOCS / "papers"
+    page = (papers / "appendix.md").read_text(encoding="utf-8")
+    assert generate.appendix_page(page, papers / "tables") == page, "run: python docs/generate.py"
+    named = re.findall(r'"([\w-]+\.csv)"', (papers / "tables" / "index.toml").read_text(encoding="utf-8"))
+    assert sorted(named) == sorted(path.name for path in (papers / "tables").glob("*.csv"))
+
+
 def test_every_command_is_on_the_page(generate):
     page = "\n".join(generate.command_page())
     for command in ("run", "report", "cache verify", "deploy init", "deploy site"):
@@ -83,6 +107,14 @@ def test_pages_are_written_once_and_old_ones_go(generate, tmp_path):
 def test_the_privacy_page_has_the_upload_of_every_method(generate):
     page = (DOCS / "security" / "privacy.md").read_text(encoding="utf-8")
     assert generate.with_uploads(page, generate.uploads_table()) == page, "run: python docs/generate.py"
+
+
+def test_the_tests_that_the_security_page_names_exist():
+    rows = named_tests(PAGE.read_text(encoding="utf-8"))
+    assert len(rows) > 20
+    for against, files in rows:
+        assert files, against
+        assert [name for name in files if not (PAGE.parents[2] / "tests" / name).exists()] == [], against
 
 
 def test_every_rule_and_error_code_of_a_site_is_on_its_page(generate):

@@ -28,7 +28,7 @@ class Channel:
     # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
     # shortens it to twice the median of the round's.
     bound: float | Literal["median"] = ranged_field(0.0, NON_NEGATIVE)
-    aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"
+    aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"  # robust means
     max_samples: int = ranged_field(10_000_000, COUNT)  # the server refuses a client that reports more training samples
 
     def __post_init__(self) -> None:

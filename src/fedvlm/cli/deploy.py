@@ -101,6 +101,7 @@ def site(
     encoder: Encoder = None,
     source: Source = None,
     access: Access = None,
+    test_only: Annotated[bool, typer.Option("--test-only", help="Only evaluate classifiers; never train.")] = False,
 ) -> None:
     """Start a site.
 
@@ -111,7 +112,7 @@ def site(
     from fedvlm.deploy.site.training import embed_site_images
 
     _stop_gently()
-    site_options: dict[str, Any] = {"data": data, "encoder": encoder}
+    site_options: dict[str, Any] = {"data": data, "encoder": encoder, "test_only": test_only or None}
     site_options |= {
         "source": parse_pairs("--source", source) or None,
         "access": parse_pairs("--access", access) or None,
@@ -199,6 +200,43 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
             typer.echo(message, err=True)
     typer.echo(compare_table(results, paper=values.get("paper")), nl=False)
     typer.echo("records: " + ", ".join(str(run_settings.folder) for run_settings in results))
+
+
+@deploy_app.command(
+    rich_help_panel="Run",
+    epilog=examples(
+        "fedvlm deploy evaluate fed/server zero-shot auto", "fedvlm deploy evaluate fed/server classifier --json"
+    ),
+)
+def evaluate(
+    folder: Server,
+    classifiers: Annotated[list[str], typer.Argument(help="Runs, exported classifiers, or zero-shot.")],
+    classes: Annotated[str, typer.Option(help="Class names for zero-shot alone, e.g. cat,dog.")] = "",
+    purpose: Annotated[str, typer.Option(help="What for, in plain words (default: that of the run).")] = "",
+    contact: Annotated[str, typer.Option(help="Who answers questions (default: that of the run).")] = "",
+    as_json: Json = False,
+) -> None:
+    """Measure classifiers on the test samples of all sites.
+
+    Nothing is trained. Sites that answer verified sums only ask for the transcript of a run, or for an approval.
+    """
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.server.evaluation import evaluation_table
+    from fedvlm.deploy.server.launch import evaluate_over_sites
+    from fedvlm.report.tables import render_table
+
+    names = [name.strip() for name in classes.split(",") if name.strip()]
+    kit, statement = read_server(folder), {"purpose": purpose, "contact": contact}
+    done = evaluate_over_sites(kit, classifiers, names, lambda text: typer.echo(text, err=True), **statement)
+    for site, reason in done["missing"].items():
+        typer.echo(f"{site}: {reason}", err=True)
+    for note in done["notes"]:
+        typer.echo(note, err=True)
+    if as_json:
+        typer.echo(json.dumps(done, indent=1, ensure_ascii=False))
+        return
+    typer.echo(render_table(*evaluation_table(done), "text"), nl=False)
+    typer.echo(f"accuracy in % with 95 % intervals, on test samples; plan {done['plan'][:16]}")
 
 
 @deploy_app.command(

@@ -110,7 +110,7 @@ def keys(folder: Folder) -> None:
 
 @deploy_app.command(
     rich_help_panel="Consent and policy",
-    epilog=examples("fedvlm deploy withdraw north --by 'Dr Lee'", "fedvlm deploy withdraw fed/server withdrawal.json"),
+    epilog=examples("fedvlm deploy withdraw a --by Lee", "fedvlm deploy withdraw fed/server withdrawal.safetensors"),
 )
 def withdraw(
     folder: Folder,

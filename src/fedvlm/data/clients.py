@@ -30,13 +30,13 @@ class Clients:
     partition: PartitionKind = "domain"  # own: the data's own client column (writers, sites)
     # number of clients where samples are assigned; for domain-dirichlet per domain
     count: int = ranged_field(10, COUNT)
-    alpha: float = ranged_field(0.3, POSITIVE)  # Dirichlet concentration
+    alpha: float = ranged_field(0.3, POSITIVE)  # concentration of the Dirichlet draw of each class over clients
     min_samples: int = ranged_field(10, COUNT)  # training samples that every Dirichlet client has at least
     shots: int = ranged_field(0, NON_NEGATIVE)  # training samples per class and client; 0: all
     # validation samples per class and client; default: as many as shots, at most 4
     val_shots: int | None = ranged_field(None, NON_NEGATIVE)
     ratios: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
-    # fraction of the validation samples kept for calibration; own data: a third
+    # fraction of the validation samples kept for calibration; own data: a third, other data: none
     calibration_ratio: float | None = ranged_field(None, FRACTION)
     domains: tuple[str, ...] = list_field()  # domains whose samples become clients; empty: all
     # fraction kept as public samples of no client, for methods that adapt to a reference set

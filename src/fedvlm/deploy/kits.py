@@ -89,6 +89,7 @@ class SiteKit:
     access: dict[str, Any] = field(default_factory=dict)  # how to reach the encoder
     descriptions: str = ""  # a file of descriptions of the classes, the same at every site
     texts: str = ""  # a file of descriptions that only this site brings, under its name
+    test_only: bool = False  # all samples are test samples of evaluations; nothing is trained here
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
     made_by_server: bool = False  # its key was created on the server, for a rehearsal
     webhook: str = ""  # address that is told when a request needs a person's consent

@@ -31,6 +31,7 @@ except ImportError as error:
 PROTOCOL = 1  # raised when a change of the messages makes two versions of fedvlm unable to talk
 MAX_COUNT = 10**9  # rounds, samples, classes, dimensions
 MAX_NUMBER = 1e15  # no valid number is larger; sums of such numbers stay finite
+MAX_CLASSIFIERS = 16  # that one evaluation measures
 SCORE_COUNTS = tuple(f"{split}_{count}" for split in SPLITS[1:] for count in ("rows", "hits"))
 OPTIONAL_SCORES = ("loss", *METRICS[1:])
 
@@ -62,6 +63,7 @@ Key = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Scores = Annotated[dict[str, Count | Number], AfterValidator(_check_scores)]
 
 
 class Fields(BaseModel):
@@ -73,7 +75,7 @@ class Fields(BaseModel):
 class Header(Fields):
     """Hold what every request and reply carries; a reply repeats the first four fields of its request."""
 
-    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join"]
+    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join", "evaluate"]
     training: Key
     round: Count
     nonce: Annotated[Text, StringConstraints(max_length=64)]
@@ -119,6 +121,39 @@ class OpenRequest(Header):
     protocol: Count = PROTOCOL
 
 
+class TestedClassifier(Fields):
+    """Describe a classifier whose tensors travel as arrays, by their hash."""
+
+    name: Text
+    tensors: Key
+    method: dict[str, Any]
+    encoder: Text = ""  # name and fingerprint; empty: any, as for zero-shot
+    client: Text = ""  # whose it is; empty: the shared one
+
+
+class EvaluationSpec(Fields):
+    """Hold what a person consents to; `run.identity` has the settings and the classifiers."""
+
+    run: RunPlan
+    classes: Texts
+
+
+class EvaluationRequest(Header):
+    """Ask a site to measure classifiers on its test samples, without training."""
+
+    spec: EvaluationSpec
+    proofs: Annotated[list[dict[str, Any]], Field(max_length=MAX_CLASSIFIERS)]  # of verified sums; {} where none is
+
+
+class EvaluationReply(Header):
+    """Hold the scores of each classifier, as far as the site's policy allows."""
+
+    client: Text
+    encoder: EncoderName
+    units: Count  # patients, or else images, of the test samples; 0 if no scores are reported
+    scores: Annotated[list[Scores], Field(max_length=MAX_CLASSIFIERS)]
+
+
 class RoundRequest(Header):
     """Ask a site for a communication round, or for the adaptation after the last one."""
 
@@ -144,7 +179,7 @@ class SumReply(Header):
 
     client: Text
     statement: dict[str, Any]
-    scores: Annotated[dict[str, Count | Number], AfterValidator(_check_scores)] | None = None  # only at the end
+    scores: Scores | None = None  # only at the end
     described: Annotated[dict[Text, Number], Field(max_length=32)] = {}
 
 
@@ -179,7 +214,7 @@ class RoundReply(Header):
     version: Count
     uploads: bool
     releases: Count
-    scores: Annotated[dict[str, Count | Number], AfterValidator(_check_scores)]
+    scores: Scores
     described: Annotated[dict[DescribedName, Number], Field(max_length=32)]
 
 
@@ -218,7 +253,7 @@ def parse(model: type[F], header: Any, sender: str) -> F:
     raise FederationError(f"the field {field!r} of {sender} is invalid")
 
 
-def parse_request(header: Any) -> OpenRequest | RoundRequest | SumRequest:
+def parse_request(header: Any) -> OpenRequest | RoundRequest | SumRequest | EvaluationRequest:
     kind = header.get("kind") if isinstance(header, dict) else None
     if kind == "open":
         if (theirs := header.get("protocol", PROTOCOL)) != PROTOCOL:
@@ -226,6 +261,8 @@ def parse_request(header: Any) -> OpenRequest | RoundRequest | SumRequest:
         return parse(OpenRequest, header, "the request")
     if kind in SUM_KINDS:
         return parse(SumRequest, header, "the request")
+    if kind == "evaluate":
+        return parse(EvaluationRequest, header, "the request")
     return parse(RoundRequest, header, "the request")
 
 
@@ -233,6 +270,11 @@ def check_reply(reply: Message, request: Mapping[str, Any]) -> None:
     """Refuse a reply that no site can give to this request, whatever its method and data are."""
     if request["kind"] == "open":
         parse(OpenReply, reply.header, "the reply")
+        return
+    if request["kind"] == "evaluate":
+        scores = parse(EvaluationReply, reply.header, "the reply").scores
+        if reply.arrays or len(scores) != len(request["proofs"]):
+            raise FederationError("the reply does not have one list of scores for each classifier")
         return
     if request["kind"] in SUM_KINDS:
         parse(SumReply, reply.header, "the reply")
@@ -264,6 +306,9 @@ POLICY_REFUSALS = {
     "withdrawn": "this site has withdrawn from the federation",
     "class": "a class has fewer than {least} training samples, and the method uploads every class",
     "samples": "it has fewer than {least} training samples",
+    "test only": "its data are for tests only (test_only in its site.toml), so nothing is trained there",
+    "classifier": "people there have not approved this classifier, and no verified sum that their peers signed leads "
+    "to it; an approver accepts the request by its plan: fedvlm deploy consent",
     "partition": "clients.shots and clients.ratios are chosen by the site, not by the server",
     "upload": "the reply has {bytes} bytes, but this site sends at most {most}; raise max_upload_bytes in its policy, "
     "or choose a method with smaller uploads or an encoder with fewer dimensions",
@@ -291,6 +336,8 @@ ERROR_MESSAGES = {code: f"refused by its policy: {text}" for code, text in POLIC
     "closed": "the training is not open here; the server must open it first",
     "version": "it does not have the local tensors that the server continues from; restore its folder `state`, or run "
     "the experiment again from the start",
+    "test samples": "it has no test samples that none of its trainings has used",
+    "texts": "its encoder or its class texts are not those of the classifier",
     "encoder": "this site began this training with another encoder than it has now",
     "classes": "it has images of {count} classes that are not in this experiment",
     "settings": "the settings do not fit this site; see the site's log",

@@ -20,6 +20,7 @@ Cell = tuple[str, str]  # training, client
 Contributions = Mapping[str, NDArray[np.float64]]  # by client: what each of its test samples adds to a column
 BOOTSTRAP_DRAWS = 4000
 ERROR_RATE = 0.05  # of a confidence interval
+Z_95 = 1.96  # standard errors to its ends
 
 
 def sum_by_group(is_correct: NDArray[np.bool_], groups: Sequence[int] | None) -> NDArray[np.float64]:
@@ -31,6 +32,13 @@ def sum_by_group(is_correct: NDArray[np.bool_], groups: Sequence[int] | None) ->
         return is_correct.astype(np.float64)
     sums = np.bincount(np.asarray(groups, np.int64), weights=is_correct)
     return np.asarray(sums * len(sums) / len(is_correct), np.float64)
+
+
+def wilson_interval(fraction: float, n: float) -> tuple[float, float]:
+    """Return the 95 % interval of a fraction of n independent samples."""
+    spread = Z_95**2 / n
+    centre, half_width = fraction + spread / 2, Z_95 * (fraction * (1 - fraction) / n + spread / (4 * n)) ** 0.5
+    return max(0.0, (centre - half_width) / (1 + spread)), min(1.0, (centre + half_width) / (1 + spread))
 
 
 def weighted_correct(weights: Weights, correct: Mapping[Cell, NDArray[Any]]) -> Contributions:

@@ -19,6 +19,7 @@ from fedvlm.core import make
 from fedvlm.data.table import Dataset, EmbeddedTable, count_classes
 from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError, FedVLMError
+from fedvlm.evaluate.statistics import Z_95
 from fedvlm.report.page.render import open_template, page_shell
 from fedvlm.runner.load import Progress, load, open_data
 from fedvlm.runner.prepare import Prepared, check_samples, prepare
@@ -28,7 +29,6 @@ from fedvlm.storage.files import write_file
 
 MAX_IMAGES_PER_SITE = 500  # whose size and intensity are measured
 FAR_RATIO = 3  # times the distance by chance, from which a site is called different
-Z_95 = 1.96  # of a 95 % interval
 SPLIT_NAMES = ("train", "validation", "calibration", "test")
 
 

@@ -253,14 +253,19 @@ def prepare_client(
     settings: Settings, rows: EmbeddedTable, id: str, seed: int, frozen: Frozen | None = None
 ) -> Prepared:
     """Prepare a single client, whose samples need not be of every class."""
+    partition = divide_client(settings.clients, rows, id, seed)
+    return Prepared(settings, rows, seed, partition, frozen or frozen_of(rows, seed))
+
+
+def divide_client(clients: Clients, rows: EmbeddedTable | SampleList, id: str, seed: int) -> Partition:
+    """Assign the samples of a single client to splits."""
     present = np.unique(rows.labels[rows.labels >= 0])
     labels = np.where(rows.labels < 0, UNLABELLED, np.searchsorted(present, rows.labels))
     names = rows.classes if rows.findings is None else pattern_names(rows.findings, rows.classes)
     classes = tuple(names[i] for i in present)
     client_column = np.full(len(labels), id)
     table = SampleList(classes, labels, rows.domains, client_column, rows.splits, rows.content, rows.groups)
-    partition = make_partition(table, replace(settings.clients, partition="own"), seed)
-    return Prepared(settings, rows, seed, partition, frozen or frozen_of(rows, seed))
+    return make_partition(table, replace(clients, partition="own"), seed)
 
 
 def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> list[Training]:

@@ -38,36 +38,36 @@ MAX_STATEMENT_CHARS = 500  # of `purpose` and of `contact`
 class Settings:
     method: Method  # a registered method with its settings
     warm_start: Method | None = None  # a one-shot method whose result the method's head starts from
-    data: str = "demo"
-    encoder: str = "demo"
-    source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
-    access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, …
+    data: str = "demo"  # a name of `fedvlm list datasets`, a path, or KIND:PLACE
+    encoder: str = "demo"  # as `fedvlm list encoders` writes it
+    source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, templates, …
+    access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, ca_file, …
     precision: Literal["float32", "float16"] = "float32"  # of cached pooled embeddings
     descriptions: str = ""  # JSON file of sentences by class, shared by all; or "keywords" for the demo
     texts: str = ""  # JSON file of sentences by client and class, private to each client
-    clients: Clients = field(default_factory=Clients)
-    protocol: str = "leave-one-domain-out"
-    selection: Literal["last", "validation", "oracle"] = "last"
+    clients: Clients = field(default_factory=Clients)  # a table, or only the word for `partition`
+    protocol: str = "leave-one-domain-out"  # who trains, and on which samples each is tested
+    selection: Literal["last", "validation", "oracle"] = "last"  # the reported round; oracle looks at test samples
     group_metrics: GroupRule = "image"  # "mean" or "max": score each patient or slide by its images' logits
     subgroups: tuple[str, ...] = list_field()  # columns of the data to report metrics by, as sex; never leave a site
     ordered: bool = False  # the classes are grades in this order: kappa is weighted by the squared distance
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = (0,)  # a list: all trainings are done once per seed
     tune: tuple[str, ...] = list_field()  # settings of the method to tune on validation samples, as lr
-    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the clients, in each round
+    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the training clients in each round, at least one
     counts: tuple[int, ...] = list_field()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    target: tuple[str, ...] = list_field()  # source-target: domains or clients that are only tested on
+    target: tuple[str, ...] = list_field()  # source-target: domains or clients that are only tested on; each
     global_test: bool = False  # own-test: also test the shared model on the test samples of all
     centralised: bool = False  # train on the pooled samples of all clients, without a federation
-    engine: Literal["batched", "single", "flower"] = "batched"
+    engine: Literal["batched", "single", "flower"] = "batched"  # clients at once, one by one, or by messages
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method computes
     workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
     transductive: bool = False  # also learn from the clients' test images, without their labels
     allow_small: bool = False  # also upload class statistics of few samples
-    smoke: bool = False  # a short run on few samples, to see that everything works
+    smoke: bool = False  # a short run: about 600 samples, 3 rounds, 10 clients, the first seed
     channel: Channel = field(default_factory=Channel)  # clipping, noise, … of uploads
     attack: Kind = "none"  # simulated attack by some clients
-    attacker_fraction: float = 0.1  # of the training clients, drawn by seed
+    attacker_fraction: float = 0.1  # of the training clients, at least one, drawn by seed
     attack_strength: float = 0.0  # 0: the default of the attack
     purpose: str = ""  # what a deployed run is for, as its sites' people read it; only recorded
     contact: str = ""  # whom they can ask; only recorded

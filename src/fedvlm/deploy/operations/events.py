@@ -33,6 +33,7 @@ EVENT_MESSAGES: Mapping[str, str] = {
     "waiting": "waiting for {sites}, {left} s more",
     "connected": "{site} is connected: {samples} training samples",
     "notice": "{site} {text}",
+    "measured": "{site} has measured {classifiers}",
     "refused": "{site} does not take part: {why}",
     "round": "round {round} of {rounds}: {answered} of {asked} sites{accuracy}, {kB} kB, {seconds} s",
     "withdrew": "{site} has withdrawn; its contribution was removed from {out} of {of} trainings",

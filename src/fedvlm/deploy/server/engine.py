@@ -188,17 +188,19 @@ class RemoteEngine(FlowerEngine):
         new = {f"node {node_id}": node_id for node_id in self.grid.get_node_ids() if node_id not in past}
         if not new:
             return
-        header = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
-        header |= {"opening": self.opening, "software": __version__, "protocol": PROTOCOL}
-        message = Message(header, to_arrays(self.reference))
         exchange = self.opening_exchange(new, patience)
-        for id, reply in exchange.exchange(dict.fromkeys(new, message), 0).items():
+        for id, reply in exchange.exchange(dict.fromkeys(new, self.opening_message()), 0).items():
             self._register_site(reply, new[id])
         for id, reason in exchange.missing.items():
             if id in exchange.site_names:
                 self._reject(new[id], exchange.site_names[id], reason.removeprefix(f"{id}: "))
             else:
                 self.unidentified_nodes[new[id]] = reason
+
+    def opening_message(self) -> Message:
+        header = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
+        header |= {"opening": self.opening, "software": __version__, "protocol": PROTOCOL}
+        return Message(header, to_arrays(self.reference))
 
     def opening_exchange(self, nodes: Mapping[str, int], patience: float) -> "OpeningExchange":
         return OpeningExchange(self, nodes, patience)
@@ -210,12 +212,8 @@ class RemoteEngine(FlowerEngine):
 
     def _register_site(self, reply: Message, node: int) -> None:
         header, values = reply.header, to_tensors(reply.arrays)
-        name = header["client"]
+        name = self._register_node(header["client"], node)
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
-        self.nodes[name] = node
-        write_json(self.kit.folder / NODES_FILE, {**known_nodes(self.kit), name: node})
-        self.site_keys[name] = current_certificate(self.kit.folder, name).key
-        self.absent.pop(name, None)
         self.sites[name] = SiteOpening(header, first, values.get("text"), values.get("descriptions"))
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
@@ -223,6 +221,13 @@ class RemoteEngine(FlowerEngine):
         for text in describe_opening(header):
             self.notes.append(f"{name} {text}")
             self.log_event("notice", site=name, text=text)
+
+    def _register_node(self, name: str, node: int) -> str:
+        self.nodes[name] = node
+        write_json(self.kit.folder / NODES_FILE, {**known_nodes(self.kit), name: node})
+        self.site_keys[name] = current_certificate(self.kit.folder, name).key
+        self.absent.pop(name, None)
+        return name
 
     def check_opening(self, message: Message, request: Message) -> None:
         """Check what a single site can get wrong; differences between sites are checked later."""

@@ -27,6 +27,7 @@ from fedvlm.deploy.kits import (
     register_record,
 )
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
+from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluation_spec, read_tested
 from fedvlm.deploy.server.run import (
     ERROR_FILE,
     JOIN_RESULT_FILE,
@@ -144,6 +145,23 @@ def join_late_site(
     done = kit.folder / JOIN_RESULT_FILE
     done.unlink(missing_ok=True)
     request = {"out": str(folder.resolve()), "joins": site}
+    _request_run(kit, request, done.exists, print_line, lambda: None)
+    return dict(read_json(done))
+
+
+def evaluate_over_sites(
+    kit: ServerKit,
+    classifiers: Sequence[str],
+    classes: Sequence[str] = (),
+    print_line: Callable[[str], None] = lambda text: None,
+    **statement: str,
+) -> dict[str, Any]:
+    """Measure classifiers on the test samples of all sites without training; return what each site reports."""
+    tested = [read_tested(kit, name) for name in classifiers]
+    evaluation_spec(tested, classes, statement)  # refused before anybody is asked
+    done = kit.folder / EVALUATION_FILE
+    done.unlink(missing_ok=True)
+    request = {"out": str(done), "evaluates": [one.place for one in tested], "classes": list(classes), **statement}
     _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
 

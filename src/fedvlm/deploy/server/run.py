@@ -22,6 +22,7 @@ from fedvlm.deploy.kits import REFERENCE_FILE, RUN_REQUEST_FILE, ServerKit, read
 from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
 from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
+from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluate_at_sites
 from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.policy import PLAIN_RISK
@@ -459,9 +460,13 @@ def run_request(grid: Any, folder: Path, id: str = "") -> None:
 
 def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_event: EventLogger) -> None:
     kit = with_rules(read_server(folder), request.get("rules", {}))
+    done: Mapping[str, Any]
     if "joins" in request:
         done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
         return write_json(folder / JOIN_RESULT_FILE, done)
+    if "evaluates" in request:
+        done = evaluate_at_sites(grid, kit, request, log_event)
+        return write_json(folder / EVALUATION_FILE, done)
     settings = stated_settings(request)
     check_deployable(kit, settings)
     progress = Path(request["out"]).with_suffix(".progress")

@@ -126,15 +126,15 @@ class Request:
 def waiting_requests(folder: Path) -> list[Request]:
     """Return the requests that lack somebody's consent, the newest first."""
     policy, history = read_policy(folder), Ledger(folder).history()
-    if not policy.consent:
-        return []
     paths = sorted((folder / REQUESTS_FOLDER).glob("*.json"), key=lambda path: -path.stat().st_mtime_ns)
     requests = []
     for path in paths:
         answers = read_answers(history, path.stem)
         with suppress(DataError, KeyError, TypeError):  # one that was damaged or changed: the server asks again
             stored = read_json(path)
-            if plan_hash(stored) == path.stem and not answers.refusal and not answers.is_granted(policy.approvers):
+            is_asked = policy.consent or stored["facts"].get("is_evaluation")
+            is_open = is_asked and not answers.refusal and not answers.is_granted(policy.approvers)
+            if plan_hash(stored) == path.stem and is_open:
                 requests.append(Request(path.stem, stored["facts"], tuple(answers.valid), policy.approvers))
     return requests
 
@@ -189,7 +189,7 @@ def _write_answer(folder: Path, kind: str, person: Person, plan: str, **details:
 
 def describe_consent(folder: Path, policy: Policy) -> str:
     """Return in one sentence who has consented to what, and what waits."""
-    if not policy.consent:
+    if not policy.consent and not waiting_requests(folder):
         return "not asked for by the policy"
     history, waiting = Ledger(folder).history(), len(waiting_requests(folder))
     plans = dict.fromkeys(line["plan"] for line in history.lines if line["direction"] == "consent")
@@ -249,14 +249,17 @@ def format_request(folder: Path, request: Request) -> list[tuple[str, str]]:
     scores = {"none": "no scores", "coarse": "rounded scores"}.get(facts["scores"], "exact scores")
     gains = [event for event in events.read_events(folder) if event["kind"] == "gained"]
     trainings = "one training" if facts["trainings"] == 1 else f"{facts['trainings']} trainings"
+    samples, size = f"{facts['samples']} training samples ({groups})", f"{facts['rounds']} rounds in {trainings}"
+    if facts.get("is_evaluation"):
+        samples, size = "the test samples", "one evaluation, which may be repeated"
     lines = [
         ("Who asks", f"the server at {read_site(folder).address}; contact: {facts['contact']}"),
         ("What for", facts["purpose"]),
         ("Method", f"{facts['method']}. {facts['does']}"),
         ("What leaves", f"{upload}, {facts['bytes']:,} bytes in the first round{seen}; {scores}. No image leaves."),
-        ("From", f"{facts['samples']} training samples ({groups})"),
+        ("From", samples),
         ("Privacy cost", facts["privacy"]),
-        ("How long", f"{facts['rounds']} rounds in {trainings}; a consent ends after the days that you choose"),
+        ("How long", f"{size}; a consent ends after the days that you choose"),
         ("Last time", events.format_gain(gains[-1]) if gains else "this site has not finished a run yet"),
         ("Plan", request.plan),
     ]

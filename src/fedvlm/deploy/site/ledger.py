@@ -201,7 +201,7 @@ class PrivacyBudget:
             self.trainings_by_plan[str(line.get("plan"))] += training not in self.trainings
             self.trainings.add(training)
         elif kind == "measurement":
-            self.measurements[training] += 1
+            self.measurements[training] += int(line.get("count", 1))
         elif kind == "upload":
             self.rounds[training] += 1
             self.n_unnoised += not line.get("spends")

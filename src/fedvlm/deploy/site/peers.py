@@ -74,6 +74,16 @@ def normalise_fingerprint(fingerprint: str) -> str:
     return plain
 
 
+def count_signers(folder: Path, federation: str, plan: Plan, own_key: str = "") -> int:
+    """Count the members of a plan whose keys people here have compared, and the site itself if its key is given."""
+    peers, n_signers = read_peers(folder), 0
+    for member in plan.members:
+        fingerprint = normalise_fingerprint(key_fingerprint(federation, member.name, member.key))
+        is_peer = member.name in peers and normalise_fingerprint(peers[member.name].fingerprint) == fingerprint
+        n_signers += is_peer or member.key == own_key
+    return n_signers
+
+
 def check_members(folder: Path, plan: Plan, site: str, public_key: str, sum_of: int) -> None:
     """Refuse a plan unless all members are this site and peers whose keys people here have compared."""
     names = plan.member_names

@@ -31,6 +31,7 @@ from fedvlm.deploy.messages import (
     PROTOCOL,
     SCORE_COUNTS,
     SUM_KINDS,
+    EvaluationRequest,
     Header,
     OpenRequest,
     ReportedError,
@@ -53,6 +54,7 @@ from fedvlm.deploy.site.consent import (
     plan_hash,
     store_request,
 )
+from fedvlm.deploy.site.evaluation import EVALUATION_KEY, Evaluation, describe_evaluation
 from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
 from fedvlm.deploy.site.snapshot import keep_samples
@@ -63,7 +65,7 @@ from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arr
 from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
-from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.settings import build
 from fedvlm.runner.training import fit_calibration, fit_client_novelty
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
@@ -75,6 +77,7 @@ ACTIVITIES = {
     "counts": "masked class counts",
     "end": "ended a session",
     "join": "joined late",
+    "evaluate": "measured classifiers",
 }
 UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about strangers
 
@@ -129,6 +132,8 @@ class Site:
                 self.budget.admit(policy, "training", fields.training, 0.0)
                 costs = {"costs": "training", "plan": plan_hash(request.header["spec"])}
                 reply = self.open_training(request, policy)
+            elif isinstance(fields, EvaluationRequest):
+                reply, costs = self._evaluate(request, fields, policy)
             elif isinstance(fields, SumRequest):
                 reply, costs = self._run_sum(request, fields, policy)
             else:
@@ -182,6 +187,29 @@ class Site:
         self.budget.admit(policy, kind, key, site_training.upload_cost if kind == "upload" else 0.0)
         return self.sums.answer(request, fields, site_training, world, policy)
 
+    def _evaluate(self, request: Message, fields: EvaluationRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
+        """Return the scores of given classifiers, and what the reply costs."""
+        if fields.training != EVALUATION_KEY:
+            raise ReportedError("request", "the key is not that of evaluations")
+        self.budget.admit(policy, "measurement", EVALUATION_KEY, 0.0)
+        evaluation = Evaluation.read(self.kit, fields, to_tensors(request.arrays))
+        evaluation.admit(policy)
+        is_trusted = policy.plain or evaluation.is_signed(self.sums.federation, self.sign.public.decode(), policy)
+        if policy.consent or not is_trusted:
+            spec = request.header["spec"]
+            try:
+                self._check_consent(spec, lambda: describe_evaluation(evaluation, spec["run"], policy), policy)
+            except RequestRefused as refusal:
+                raise refusal if is_trusted or refusal.code != "consent" else RequestRefused("classifier") from refusal
+        encoder, units, scores = evaluation.measure_all(policy)
+        header = {
+            **{name: request.header[name] for name in ECHOED_FIELDS},
+            **{"client": self.kit.name, "encoder": public_encoder_name(encoder)},
+            "units": 0 if policy.score_detail == "none" else units,
+            "scores": [policy.allowed_scores(score) for score in scores],
+        }
+        return Message(header, {}), {"costs": "measurement", "count": len(scores)}
+
     def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None:
         self.on_adapted(replace(self.handler.trainings[key], world=world), sent, local)
 
@@ -224,6 +252,8 @@ class Site:
     def open_training(self, request: Message, policy: Policy) -> Message:
         """Open a training here, and tell the server what it must know to start it."""
         spec, sent = request.header["spec"], to_tensors(request.arrays)
+        if self.kit.test_only:
+            raise RequestRefused("test only")
         key, settings = training_key(spec), build(spec["identity"])
         if key != request.header["training"]:
             raise ReportedError("request", "the key of the training does not match its settings")
@@ -234,7 +264,10 @@ class Site:
         site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy, resumes)
         policy.admit(settings.method, settings.channel, site_training.labels)
         if policy.consent:
-            self._check_consent(spec, settings, site_training, policy)
+            self._check_consent(
+                spec, lambda: describe_request(spec, settings, site_training, self.budget, policy), policy
+            )
+            check_consented_size(spec, settings.method.rounds, self.budget, key)
         self._admit_tuning(spec, key, site_training, policy)
         self._log_suppressed_classes(site_training, policy)
         if stored:
@@ -285,20 +318,19 @@ class Site:
         return {"data": chosen.status, "removed_classes": chosen.n_removed_classes}
 
     def _check_consent(
-        self, spec: Mapping[str, Any], settings: Settings, site_training: SiteTraining, policy: Policy
+        self, spec: Mapping[str, Any], describe: Callable[[], Mapping[str, Any]], policy: Policy
     ) -> None:
-        """Refuse a training that people have not consented to, and keep the request for them."""
+        """Refuse a request that people have not consented to, and keep it for them."""
         if not (spec["run"]["purpose"].strip() and spec["run"]["contact"].strip()):
             raise RequestRefused("purpose")
         try:
             check_consent(self.kit.folder, policy, plan_hash(spec))
         except RequestRefused as refusal:
             if refusal.code in ("consent", "consent ended"):
-                facts = describe_request(spec, settings, site_training, self.budget, policy)
+                facts = describe()
                 if store_request(self.kit.folder, spec, facts):
                     self.log_event("asks", plan=plan_hash(spec), **facts)
             raise
-        check_consented_size(spec, settings.method.rounds, self.budget, training_key(spec))
 
     def _admit_tuning(self, spec: Mapping[str, Any], key: str, site_training: SiteTraining, policy: Policy) -> None:
         """Admit a whole tuning search when its first trial is opened, or none of it."""

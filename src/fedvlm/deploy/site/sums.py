@@ -40,7 +40,7 @@ from fedvlm.deploy.messages import (
 )
 from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
-from fedvlm.deploy.site.peers import check_members, read_peers
+from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
 from fedvlm.deploy.site.training import SiteTraining
 from fedvlm.deploy.statements import (
@@ -300,12 +300,8 @@ class SumMember:
         given = {key.removeprefix("plan/"): value for key, value in sent.items() if key.startswith("plan/")}
         state = {key.removeprefix("state/"): value for key, value in sent.items() if key.startswith("state/")}
         self._check_plan(plan, given, site_training, world)
-        ends, peers = read_ends(fields.statements, plan, state), read_peers(self.kit.folder)
-        fingerprints = {
-            member.name: key_fingerprint(self.federation, member.name, member.key) for member in plan.members
-        }
-        signers = [name for name in ends if name in peers and peers[name].fingerprint == fingerprints[name]]
-        if len(signers) < policy.sum_of:
+        read_ends(fields.statements, plan, state)
+        if count_signers(self.kit.folder, self.federation, plan) < policy.sum_of:
             raise RequestRefused("sum of", least=policy.sum_of)
         world = replace(world, frozen=frozen_of_plan(plan, given, world.frozen))
         local = tensors.copy(world.method.init(world.frozen)[1])

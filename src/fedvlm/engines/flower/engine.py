@@ -36,7 +36,7 @@ from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.tensors import max_relative_difference
 
 TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
-MESSAGE_TYPES = {"open": "query"}  # Flower's words for ours; all others are "train"
+MESSAGE_TYPES = {"open": "query", "evaluate": "query"}  # Flower's words for ours; all others are "train"
 
 
 class FlowerEngine:
@@ -191,7 +191,7 @@ class FlowerEngine:
                     f"{context}: the reply is to another request (its {key} is {str(message.header.get(key))[:80]!r}, "
                     f"not {request.header[key]!r}); it is ignored"
                 )
-        if message.header.get("client") != id and request.header["kind"] != "open":
+        if message.header.get("client") != id and request.header["kind"] not in MESSAGE_TYPES:
             raise FederationError(f"{context}: the reply is another client's")
         try:
             self.check(message, id, request)
@@ -225,7 +225,7 @@ class FlowerEngine:
 
 
 def _describe_request(id: str, request: Message) -> str:
-    return id if request.header["kind"] == "open" else f"client {id}, round {request.header['round']}"
+    return id if request.header["kind"] in MESSAGE_TYPES else f"client {id}, round {request.header['round']}"
 
 
 class InProcessEngine(FlowerEngine):
