@@ -40,55 +40,58 @@ def is_hidden(path: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
 
 
-class Files:
+class NamedSource:
+    """Images with a name each."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, row: int) -> str:
+        return self.names[row]
+
+
+class Files(NamedSource):
     """Files below a folder."""
 
     def __init__(self, root: Path, paths: Sequence[str]) -> None:
-        self.root, self.paths = root, list(paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, row: int) -> str:
-        return self.paths[row]
+        super().__init__(paths)
+        self.root = root
 
     def read(self, row: int) -> bytes:
         try:
-            return read_regular(self.root / self.paths[row], MAX_IMAGE_BYTES)
+            return read_regular(self.root / self.names[row], MAX_IMAGE_BYTES)
         except OSError as error:
-            file = self.root / self.paths[row]
+            file = self.root / self.names[row]
             raise DataError(f"{file} cannot be read ({error.strerror}); put it back or leave it out") from error
 
 
-class Archive:
+class Archive(NamedSource):
     """Members of a .zip, read in place; each process opens it itself, so that the source can be pickled."""
 
     def __init__(self, path: Path, members: Sequence[str]) -> None:
-        self.path, self.members = path, list(members)
+        super().__init__(members)
+        self.path = path
         self._open: ZipFile | None = None
         self._owner = 0  # the process that opened it: a forked one must not share the file position
 
-    def __len__(self) -> int:
-        return len(self.members)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}
-
-    def name(self, row: int) -> str:
-        return self.members[row]
 
     def read(self, row: int) -> bytes:
         try:
             if self._open is None or self._owner != getpid():
                 self._open, self._owner = ZipFile(self.path), getpid()
             # the size in the header may be false, so unpacking is limited
-            with self._open.open(self.members[row]) as member:
+            with self._open.open(self.names[row]) as member:
                 data = member.read(MAX_IMAGE_BYTES + 1)
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
-            raise DataError(f"{self.members[row]} of {self.path} cannot be read ({error}); get it again") from error
+            raise DataError(f"{self.names[row]} of {self.path} cannot be read ({error}); get it again") from error
         if len(data) > MAX_IMAGE_BYTES:
             raise DataError(
-                f"{self.members[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
+                f"{self.names[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
             )
         return data
 
@@ -115,17 +118,12 @@ class Arrow:
             raise DataError(f"{self.name(row)} has neither bytes nor a file; save it with its images") from error
 
 
-class Pixels:
+class Pixels(NamedSource):
     """Grey images in memory, read as PNG."""
 
     def __init__(self, pixels: NDArray[np.uint8], names: Sequence[str]) -> None:
-        self.pixels, self.names = pixels, list(names)  # (images, height, width)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def name(self, row: int) -> str:
-        return self.names[row]
+        super().__init__(names)
+        self.pixels = pixels  # (images, height, width)
 
     def read(self, row: int) -> bytes:
         return encode_png(self.pixels[row])

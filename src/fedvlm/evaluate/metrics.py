@@ -197,11 +197,11 @@ def calibration_error(p: Tensor, y: Tensor) -> float:
     return reliability(p, y).error
 
 
-def reliability(p: Tensor, y: Tensor, bins: int = CALIBRATION_BINS) -> Reliability:
+def reliability(p: Tensor, y: Tensor) -> Reliability:
     """Compute the reliability diagram; a bin includes its upper edge: (0, 1/15], (1/15, 2/15], ..."""
     import torch
 
-    confidence, guess = p.double().max(1)
+    bins, (confidence, guess) = CALIBRATION_BINS, p.double().max(1)
     place = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
 
     def total(values: Tensor) -> Tensor:

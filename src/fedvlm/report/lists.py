@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from inspect import getdoc, getmodule, signature
 from typing import Any
 
@@ -89,12 +90,6 @@ def list_experiments() -> list[Row]:
     return [{"experiment": name, "title": read_toml(path).get("title", "")} for name, path in experiments().items()]
 
 
-def list_papers() -> list[Row]:
-    from fedvlm.report.papers import coverage
-
-    return coverage()
-
-
 LISTS: dict[str, Callable[[], list[Row]]] = {
     "methods": list_methods,
     "encoders": list_encoders,
@@ -103,5 +98,5 @@ LISTS: dict[str, Callable[[], list[Row]]] = {
     "metrics": list_metrics,
     "protocols": list_protocols,
     "experiments": list_experiments,
-    "papers": list_papers,
+    "papers": lambda: import_module("fedvlm.report.papers").coverage(),
 }

@@ -1,9 +1,9 @@
 """Read finished runs: their names, the settings in which they differ, and their scores by training and client."""
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -271,23 +271,6 @@ class PageRecord(Record):
         return out
 
 
-class _ModelParser(HTMLParser):
-    """Collect the text of the element that holds the model."""
-
-    text = ""
-    is_inside = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.is_inside = tag == "script" and ("id", "fedvlm") in attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        self.is_inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self.is_inside:
-            self.text += data
-
-
 def model_json(model: Model) -> str:
     return json.dumps(model, ensure_ascii=True, separators=(",", ":"))
 
@@ -295,9 +278,8 @@ def model_json(model: Model) -> str:
 def read_page(path: Path) -> list[Record]:
     """Read the runs inside a page."""
     try:
-        parser = _ModelParser()
-        parser.feed(path.read_text("utf-8"))
-        model = json.loads(parser.text or "{}")
+        element = re.search(r'<script[^>]* id="fedvlm"[^>]*>([^<]*)</script>', path.read_text("utf-8"))
+        model = json.loads(element[1] if element else "{}")
         if model.get("format") != PAGE_FORMAT:
             raise ValueError(f"it holds no runs in the format {PAGE_FORMAT!r}")
         if model.pop(CHECKSUM_KEY, None) != sha256(model_json(model).encode()).hexdigest():

@@ -35,7 +35,7 @@ def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[N
     file = _open(path)
     try:
         how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        with _explained(path):
+        with explain_write_errors(path, "lock"):
             fcntl.flock(file, how if wait else how | fcntl.LOCK_NB)
         yield
     finally:
@@ -54,7 +54,7 @@ class Claims:
 
     def take(self, digest: bytes) -> bool:
         """Claim an image; return False if another process has claimed it."""
-        with suppress(BlockingIOError), _explained(self._path):
+        with suppress(BlockingIOError), explain_write_errors(self._path, "lock"):
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(digest))
             return True
         return False
@@ -65,7 +65,7 @@ class Claims:
 
     def wait(self, digest: bytes) -> None:
         """Wait until the process that claimed it is done or dead; never while holding claims, to avoid a deadlock."""
-        with _explained(self._path):
+        with explain_write_errors(self._path, "lock"):
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _place(digest))
         self.release([digest])
 
@@ -78,18 +78,19 @@ def _place(digest: bytes) -> int:
 
 
 def _open(path: Path) -> int:
-    with _explained(path):
+    with explain_write_errors(path, "lock"):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path, verb: str = "write") -> Iterator[None]:
+    """Turn a full or read-only disk into a DataError with a remedy."""
     try:
         yield
     except BlockingIOError:
         raise
     except OSError as error:
-        raise DataError(f"cannot lock {path} ({error.strerror or error}); {REMEDY}") from error
+        raise DataError(f"cannot {verb} {path} ({error.strerror or error}); make room there, or {REMEDY}") from error
 
 
 RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
@@ -240,15 +241,6 @@ def check_sums(rows: NDArray[Any], sums: NDArray[np.uint32], location: Path | st
 def _record(digest: bytes, row: int, checksum: int) -> bytes:
     body = RECORD.pack(digest, row, checksum, 0)[:RECORD_BODY_BYTES]
     return body + struct.pack("<I", crc32(body))
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into a DataError with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot write {path} ({error.strerror or error}); make room, or {REMEDY}") from error
 
 
 def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:

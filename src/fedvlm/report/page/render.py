@@ -39,15 +39,9 @@ ROUND_CHARTS = (  # key of the curve, title, whether it is a fraction
 DIAGNOSTIC_NAMES = {"condition number": "condition number κ", "gamma": "γ, fraction of an image that prompts take"}
 
 
-def write_page(
-    records: Sequence[Record],
-    out: Path,
-    title: str = "",
-    paper: Mapping[str, Mapping[str, float]] | None = None,
-    command: str = "",
-) -> Path:
+def write_page(records: Sequence[Record], out: Path, title: str = "") -> Path:
     """Write one page of all these runs."""
-    return write_model(build_model(records, title, paper, command), out)
+    return write_model(build_model(records, title), out)
 
 
 def write_model(model: Model, out: Path) -> Path:
