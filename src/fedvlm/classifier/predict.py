@@ -1,7 +1,7 @@
 """Predict the classes of images with a saved classifier, and score it on labelled ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from math import nan
@@ -279,9 +279,7 @@ class Score:
     decided: float | None  # share of images whose set is one class, or leaves no finding in doubt
     skipped: list[tuple[str, str]]
     notes: list[str]
-    findings: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict
-    )  # metrics of each, at a probability of 0.5
+    findings: Mapping[str, Mapping[str, float]]  # metrics of each, at a probability of 0.5
 
 
 def score(
@@ -336,8 +334,7 @@ def score(
     if y.ndim == 1 and not torch.equal(truth[places], y):
         raise DataError(f"a group of {data} has images of several classes; correct its labels, or leave --group out")
     predictions.notes.append(SCORE_NOTE)
-    score_of = _score_findings if y.ndim == 2 else _score_predictions
-    return score_of(predictions, truth, coverage)
+    return _score(predictions, truth, coverage)
 
 
 def _probability_matrix(predictions: Predictions) -> Tensor:
@@ -346,46 +343,29 @@ def _probability_matrix(predictions: Predictions) -> Tensor:
     return torch.tensor([[row[name] for name in predictions.classes] for row in by_name], dtype=torch.float64)
 
 
-def _score_findings(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
-    """Score findings by the known labels."""
-    p, known = _probability_matrix(predictions), y >= 0
-    by_finding = finding_scores(p.logit(), y, [DEFAULT_THRESHOLD] * y.shape[1])
-    is_present = p >= DEFAULT_THRESHOLD
-    present = {name: (y[:, k] == 1, is_present[:, k]) for k, name in enumerate(predictions.classes)}
-    recall = {name: float(called[true].double().mean()) for name, (true, called) in present.items() if true.any()}
-    accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
+def _score(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
+    """Score predictions; findings by their known labels."""
+    p, names = _probability_matrix(predictions), predictions.classes
     sets = [prediction.prediction_set or () for prediction in predictions.rows]
-    names = predictions.classes
-    allowed = [[(name in held or name + UNSURE in held, name not in held) for name in names] for held in sets]
-    may_be_present, may_be_absent = torch.tensor(allowed).unbind(2)
-    is_covered = torch.where(y == 1, may_be_present, may_be_absent)[known].double().mean()
-    has_coverage = coverage is not None
-    return Score(
-        len(y),
-        {"accuracy": accuracy, **summarise(p.logit(), y, by_finding)},
-        recall,
-        float(is_covered) if has_coverage else None,
-        float(may_be_present.double().sum(1).mean()) if has_coverage else None,
-        float(np.mean([bool(prediction.decision) for prediction in predictions.rows])) if has_coverage else None,
-        predictions.skipped,
-        predictions.notes,
-        dict(zip(predictions.classes, by_finding, strict=True)),
-    )
-
-
-def _score_predictions(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
-    p = _probability_matrix(predictions)
-    recalls = zip(predictions.classes, prediction_details(p, y)["recall"], strict=True)
-    sets = [prediction.prediction_set or () for prediction in predictions.rows]
-    is_covered = [predictions.classes[i] in prediction for i, prediction in zip(y.tolist(), sets, strict=True)]
-    has_coverage = coverage is not None
-    return Score(
-        len(y),
-        {key: prediction for key, prediction in compute_metrics(p, y).items() if key != "net benefit"},
-        {name: prediction for name, prediction in recalls if prediction is not None},
-        float(np.mean(is_covered)) if has_coverage else None,
-        float(np.mean([len(prediction) for prediction in sets])) if has_coverage else None,
-        float(np.mean([len(prediction) == 1 for prediction in sets])) if has_coverage else None,
-        predictions.skipped,
-        predictions.notes,
-    )
+    by_finding: list[dict[str, float]] = []
+    if y.ndim == 1:
+        metrics = {key: value for key, value in compute_metrics(p, y).items() if key != "net benefit"}
+        recalls = zip(names, prediction_details(p, y)["recall"], strict=True)
+        recall = {name: value for name, value in recalls if value is not None}
+        is_covered = [names[label] in held for label, held in zip(y.tolist(), sets, strict=True)]
+        sizes = [len(held) for held in sets]
+    else:
+        known, is_present = y >= 0, p >= DEFAULT_THRESHOLD
+        by_finding = finding_scores(p.logit(), y, [DEFAULT_THRESHOLD] * y.shape[1])
+        accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
+        metrics = {"accuracy": accuracy, **summarise(p.logit(), y, by_finding)}
+        present = {name: (y[:, k] == 1, is_present[:, k]) for k, name in enumerate(names)}
+        recall = {name: float(called[true].double().mean()) for name, (true, called) in present.items() if true.any()}
+        allowed = [[(name in held or name + UNSURE in held, name not in held) for name in names] for held in sets]
+        may_be_present, may_be_absent = torch.tensor(allowed).unbind(2)
+        is_covered = torch.where(y == 1, may_be_present, may_be_absent)[known].tolist()
+        sizes = may_be_present.sum(1).tolist()
+    of_sets = (is_covered, sizes, [bool(prediction.decision) for prediction in predictions.rows])
+    covered, size, decided = (None if coverage is None else float(np.mean(values)) for values in of_sets)
+    rest = predictions.skipped, predictions.notes, dict(zip(names, by_finding, strict=False))
+    return Score(len(y), metrics, recall, covered, size, decided, *rest)
