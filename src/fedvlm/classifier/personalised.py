@@ -129,10 +129,8 @@ class Personalised:
     def prediction_sets(self, log_probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
         """Return prediction sets of log-probabilities, as `predict_set` does of embeddings."""
         if self.calibration is None:
-            raise DataError(
-                f"no samples were set aside for {self!r}, so no coverage can be promised; train it "
-                "with clients.calibration_ratio = 0.33, or leave the coverage out"
-            )
+            problem = f"no samples were set aside for {self!r}, so no coverage can be promised"
+            raise DataError(f"{problem}; train it with clients.calibration_ratio = 0.33, or leave the coverage out")
         names = self.frozen.classes
         if self.calibration.findings:
             return self._finding_sets(self.calibration, log_probabilities, coverage)
@@ -157,10 +155,8 @@ class Personalised:
     def rejection_limit(self, rate: float = FALSE_REJECTIONS) -> float:
         """Return the novelty above which an image is rejected, so that `rate` of familiar ones are, too."""
         if self.novelty is None:
-            raise DataError(
-                f"{self!r} has no held-out samples of its client, so it cannot tell strange images; train it with "
-                "validation samples, or do not reject"
-            )
+            problem = f"{self!r} has no held-out samples of its client, so it cannot tell strange images"
+            raise DataError(f"{problem}; train it with validation samples, or do not reject")
         return self.novelty.limit(rate)
 
     def reject(self, x: Any, rate: float = FALSE_REJECTIONS) -> NDArray[np.bool_]:
@@ -284,10 +280,8 @@ def attach_towers(frozen: Frozen, method: Method, manifest: Mapping[str, Any], l
 def client_classifier(record: Record, client: str, seed: int | None = None) -> Personalised:
     """Return a client's own classifier, from the first training in which it trained."""
     if names := record.manifest.get("local"):
-        raise SettingsError(
-            f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
-            "in the folder classifiers of its kit"
-        )
+        problem = f"{', '.join(names)} of {client!r} never left its site"
+        raise SettingsError(f"{problem}; its classifier is there, in the folder classifiers of its kit")
     for training in record.manifest["trainings"]:
         shared, local = record.outcome(training, seed)
         if client in local:

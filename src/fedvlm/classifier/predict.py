@@ -68,10 +68,8 @@ class Options:
     def check(self, classifier: Personalised) -> None:
         """Refuse what the classifier has too few calibration samples for, and what groups have not."""
         if self.group != "image" and (self.reject or self.coverage is not None):
-            raise SettingsError(
-                f"the classifier is calibrated by image, so --group {self.group} has neither sets nor rejections; "
-                "leave --coverage and --reject out"
-            )
+            problem = f"the classifier is calibrated by image, so --group {self.group} has neither sets nor rejections"
+            raise SettingsError(f"{problem}; leave --coverage and --reject out")
         if self.coverage is not None:
             classifier.prediction_sets(torch.zeros(0, len(classifier.frozen.classes)).double(), self.coverage)
         if self.reject:

@@ -181,7 +181,5 @@ def _check_counts(entry: Entry, place: str, counts: Counter[str]) -> None:
     if entry.total and counts.total() != entry.total:
         problems.append(f"{counts.total():,} of {entry.total:,} in all")
     if problems:
-        raise DataError(
-            f"{place} has another number of images than {entry.name}: {'; '.join(problems)}; "
-            f"get it again from {entry.home}, or open it with check = false"
-        )
+        problem = f"{place} has another number of images than {entry.name}: {'; '.join(problems)}"
+        raise DataError(f"{problem}; get it again from {entry.home}, or open it with check = false")

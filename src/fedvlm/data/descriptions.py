@@ -26,10 +26,8 @@ def read_common_descriptions(common: str, rows: EmbeddedTable) -> Sentences:
     if common == KEYWORDS:
         path = Path(__file__).parent / "demo" / "keywords.json"
         if rows.name != "demo":
-            raise SettingsError(
-                f"descriptions = 'keywords' are those of the demo, and the data are {rows.name}; "
-                "name a JSON file of class names with their sentences"
-            )
+            problem = f"descriptions = 'keywords' are those of the demo, and the data are {rows.name}"
+            raise SettingsError(f"{problem}; name a JSON file of class names with their sentences")
     class_sentences = match_sentences(path, read_file(path), rows.classes)
     for name, sentences in zip(rows.classes, class_sentences, strict=True):
         if sentences is None:

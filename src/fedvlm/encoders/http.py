@@ -138,10 +138,8 @@ class Http:
         except (KeyError, TypeError, ValueError) as error:
             raise EncoderError(f"{self.url} returned no array {key!r} ({error!r}); tell the server's owner") from error
         if values.ndim != axes or len(values) != rows or values.shape[-1] != self.dim:
-            raise EncoderError(
-                f"{self.url} returned {key} of {values.shape} for {rows} rows; "
-                f"its vectors must have length {self.dim}: report it to the server's owner"
-            )
+            problem = f"{self.url} returned {key} of {values.shape} for {rows} rows"
+            raise EncoderError(f"{problem}; its vectors must have length {self.dim}: report it to the server's owner")
         good = np.isfinite(values).all(axis=tuple(range(1, axes)))
         if not good.all():
             row = int(np.flatnonzero(~good)[0])
@@ -198,10 +196,8 @@ class Http:
         try:
             with self._client.stream(verb, path, json=body) as answer:
                 if coding := answer.headers.get("content-encoding"):
-                    raise EncoderError(
-                        f"{self.url}{path} returned a compressed reply ({coding}), which was not requested; "
-                        "switch that off at the server or the proxy before it"
-                    )
+                    problem = f"{self.url}{path} returned a compressed reply ({coding}), which was not requested"
+                    raise EncoderError(f"{problem}; switch that off at the server or the proxy before it")
                 raw = bytearray()
                 for part in answer.iter_raw():
                     raw += part

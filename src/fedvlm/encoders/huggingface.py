@@ -81,10 +81,8 @@ class HuggingFace(TorchEncoder):
         except (ValueError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise EncoderError(
-                f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error}); "
-                "its preprocessor_config.json does not fit its config.json"
-            ) from error
+            problem = f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error})"
+            raise EncoderError(f"{problem}; its preprocessor_config.json does not fit its config.json") from error
 
     def _side(self) -> tuple[int, int]:
         side = self.preprocess.crop or self.preprocess.size

@@ -295,10 +295,8 @@ def _embedding_columns(file: Path, titles: Sequence[str]) -> int | list[int]:
             numbered.setdefault(parts[1], {})[int(parts[2])] = i
     largest = max(numbered.values(), key=len, default={})
     if len(largest) < 2 or max(largest) - min(largest) + 1 != len(largest):
-        raise DataError(
-            f"{file} has no embedding among its columns {join_names(list(titles))}; call a column of "
-            "lists embedding, or number columns without a gap, as e0, e1, e2"
-        )
+        problem = f"{file} has no embedding among its columns {join_names(list(titles))}"
+        raise DataError(f"{problem}; call a column of lists embedding, or number columns without a gap, as e0, e1, e2")
     return [largest[number] for number in sorted(largest)]
 
 

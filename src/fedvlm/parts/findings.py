@@ -34,10 +34,8 @@ Means = Mapping[str, tuple[Tensor, Tensor]]
 def check_multi_label(method: Method) -> None:
     """Refuse a method that cannot train several findings per image."""
     if not method.traits.classes.multi_label:
-        raise SettingsError(
-            f"{method.name} gives every image exactly one class, and these data have several findings per image; "
-            "`fedvlm list methods` shows the methods for several findings"
-        )
+        problem = f"{method.name} gives every image exactly one class, and these data have several findings per image"
+        raise SettingsError(f"{problem}; `fedvlm list methods` shows the methods for several findings")
     if setting(method, "noise_multiplier"):
         raise SettingsError(
             f"{method.name}.noise_multiplier accounts for one class per image, and here one image changes the "

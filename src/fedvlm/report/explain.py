@@ -139,10 +139,8 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
     identity = result.manifest["identity"]
     local = local_prompts(result, seed)
     if not local:
-        raise SettingsError(
-            f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no "
-            "prompt; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
-        )
+        problem = f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no prompt"
+        raise SettingsError(f"{problem}; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop")
     if len(local) < MIN_PROMPTS:
         raise SettingsError(
             f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "

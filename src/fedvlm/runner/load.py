@@ -38,10 +38,8 @@ def load(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[st
     others = {}
     for name in settings.protocol_settings.get("test_data", ()):
         if settings.encoder.startswith("store:") and not name.startswith("store:"):
-            raise SettingsError(
-                f"test_data = {name!r} cannot be embedded, because the training data are {settings.encoder}; name a "
-                "store with embeddings of the same encoder, as store:FILE"
-            )
+            problem = f"test_data = {name!r} cannot be embedded, because the training data are {settings.encoder}"
+            raise SettingsError(f"{problem}; name a store with embeddings of the same encoder, as store:FILE")
         place = {"encoder" if name.startswith("store:") else "data": name}
         other = replace(settings, **place, source={}, descriptions="", texts="", protocol_settings={})
         others[name], more_notes = _load_data(other, progress)

@@ -445,17 +445,13 @@ def _check_test_data(settings: Settings, rows: EmbeddedTable) -> None:
     """Refuse data sets to test on that are missing, or that the source's encoder cannot have embedded."""
     names = settings.protocol_settings.get("test_data", ())
     if missing := [name for name in names if name not in rows.test_data]:
-        raise SettingsError(
-            f"test_data = {missing[0]!r} is not among the samples in memory; add it with "
-            "fedvlm.data.table.with_test_data"
-        )
+        problem = f"test_data = {missing[0]!r} is not among the samples in memory"
+        raise SettingsError(f"{problem}; add it with fedvlm.data.table.with_test_data")
     for name, table in rows.test_data.items():
         ours, theirs = ((entry.x.shape[1], entry.scale, entry.text is not None) for entry in (rows, table))
         if table.findings is not None or ours != theirs:
-            raise DataError(
-                f"test_data {name} has dimension, logit scale and text {theirs}, and the training data {ours}; embed "
-                "both with one encoder, with one class per image"
-            )
+            problem = f"test_data {name} has dimension, logit scale and text {theirs}, and the training data {ours}"
+            raise DataError(f"{problem}; embed both with one encoder, with one class per image")
         check_needs(settings.method, table.encoder, table.offers())
 
 
@@ -477,7 +473,5 @@ def check_warm_start(first: Method, method: Method, frozen: Frozen) -> None:
     first.init(frozen)
     head = method.init(frozen)[0].get("head")
     if head is None or tuple(head.shape) != (len(frozen.classes), frozen.dim):
-        raise SettingsError(
-            f"{method.name} shares no head over the classes, so warm_start = {first.name!r} does not apply; "
-            "leave it out, or use a method such as fedot or fedavg"
-        )
+        problem = f"{method.name} shares no head over the classes, so warm_start = {first.name!r} does not apply"
+        raise SettingsError(f"{problem}; leave it out, or use a method such as fedot or fedavg")

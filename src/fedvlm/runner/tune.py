@@ -88,10 +88,8 @@ def check_tunable(settings: Settings) -> None:
             names = ", ".join(tunable_settings(method)) or "nothing"
             raise SettingsError(f"tune = {name!r}: {method.name} has {names} to tune")
     if isinstance(method, Noisy):
-        raise SettingsError(
-            f"tune: {method.name} counts the ε of its own noise for a single run, and tuning takes several; "
-            f"set method.{settings.tune[0]} instead"
-        )
+        problem = f"tune: {method.name} counts the ε of its own noise for a single run, and tuning takes several"
+        raise SettingsError(f"{problem}; set method.{settings.tune[0]} instead")
     if settings.warm_start is not None:
         raise SettingsError("tune and warm_start cannot be combined; leave one of them out")
 
@@ -272,10 +270,8 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
     # Without validation samples an engine measures training samples, which would favour any large lr.
     judges = {id: n for id in training.unseen or training.train if (n := len(world.members[id].validation))}
     if not judges:
-        raise SettingsError(
-            f"tune = {list(settings.tune)}: no client of training {training.name} has validation samples; give "
-            "them a part in clients.ratios, or leave tune out"
-        )
+        problem = f"tune = {list(settings.tune)}: no client of training {training.name} has validation samples"
+        raise SettingsError(f"{problem}; give them a part in clients.ratios, or leave tune out")
     state, initial_local = initial_state(world)
     trial.states.setdefault(training.name, state)
     plan = Plan(training.train, training.unseen, settings.fraction)
