@@ -4,6 +4,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ from fedvlm.engines.flower.messages import from_records
 from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.tensors import max_relative_difference
+from tests.deploy.conftest import CLASSES
 
 METHODS = {
     "fedavg": {"name": "fedavg", "rounds": 2, "lr": 1e-2},
@@ -197,3 +199,48 @@ def test_a_late_site_takes_a_state_that_enough_compared_peers_have_signed(place)
     with pytest.raises(FederationError, match="the training failed there"):
         join()
     assert "the members have not signed this state" in (folder / "events.jsonl").read_text()
+
+
+def sum_settings(place, classes=CLASSES):
+    method = {"name": "ridge", "ridge": 1e-3, "class_prior": False}
+    return place.settings(method, channel={"verified": True}, source={"classes": list(classes)})
+
+
+def art(place, keep, n_classes=4):
+    """Give the site art some of its samples, in a store of the first classes."""
+    keep = np.isin(np.arange(len(place.rows.labels)), keep)
+    place.change("art", keep, classes=np.array(CLASSES[:n_classes]), text=place.rows.text[:n_classes].numpy())
+
+
+def test_a_small_change_shows_whatever_order_the_server_gives_the_classes(place):
+    allow_all_methods(place)
+    place.run(sum_settings(place), "first")
+    own = np.flatnonzero(place.rows.domains == "art")
+    art(place, own[1:])
+    with pytest.raises(FederationError, match="1 samples of a class have changed since"):
+        place.run(sum_settings(place, CLASSES[::-1]), "again")
+
+
+def test_a_small_change_shows_against_every_earlier_sum_and_not_only_the_last(place):
+    allow_all_methods(place)
+    own = np.flatnonzero(place.rows.domains == "art")
+    ants = own[place.rows.labels[own] == 0]
+    rest = np.setdiff1d(own, ants)
+    for name, kept in (("first", own), ("second", np.union1d(rest, ants[17:]))):
+        art(place, kept)
+        place.run(sum_settings(place), name)
+    art(place, np.union1d(rest, ants[1:]))
+    with pytest.raises(FederationError, match="1 samples of a class have changed since"):
+        place.run(sum_settings(place), "third")
+
+
+def test_a_federation_grows_by_a_class_as_if_it_had_it_from_the_start(place):
+    allow_all_methods(place)
+    for name in place.desks:
+        keep = (place.rows.labels < 3) & (place.rows.domains == name)
+        place.change(name, keep, classes=np.array(CLASSES[:3]), text=place.rows.text[:3].numpy())
+    place.run(sum_settings(place, CLASSES[:3]), "three")
+    for name in place.desks:
+        place.change(name)
+    grown = place.run(sum_settings(place), "four")
+    assert max_relative_difference(shared_of(grown), shared_of(place.alone(sum_settings(place)))) < 1e-6

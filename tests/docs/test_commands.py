@@ -78,6 +78,20 @@ def test_commands_run_as_written(page, tmp_path):
     assert code == 0, log.read_text()[-3000:]
 
 
+@pytest.mark.slow
+def test_examples_of_the_readme_run_as_they_stand(tmp_path):
+    [shell] = [text for kind, text in blocks(ROOT / "README.md") if kind == "sh"]
+    [python] = [text for kind, text in blocks(ROOT / "README.md") if kind == "python"]
+    images = blocks(ROOT / "docs" / "start" / "2-own-images.md")[0][1]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = f"{images}\n{shell}\npython -c '{python}'\n"
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "images/north/circle/0.png," in done.stdout
+    assert (tmp_path / "classifiers" / "noto" / "classifier.safetensors").exists()
+
+
 def end_group(pid):
     """What a page left running, servers too, ends with it."""
     with suppress(ProcessLookupError):

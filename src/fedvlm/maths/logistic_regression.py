@@ -444,12 +444,18 @@ def _root(curvature: Tensor, ridge_weights: Tensor) -> Tensor:
     Of a curvature that is not positive (robust means, or an attack) negative eigenvalues are dropped, so that the step
     stays a descent step.
     """
-    jitter = 1e-12 * (curvature.diagonal() + ridge_weights).abs().mean() * torch.eye(len(curvature))
+    jitter = 1e-12 * (curvature.diagonal() + ridge_weights).abs().mean()
     root: Tensor
-    root, failed = torch.linalg.cholesky_ex(curvature + ridge_weights.diag() + jitter)
+    root, failed = torch.linalg.cholesky_ex(_add_diagonal(curvature, ridge_weights + jitter))
     if int(failed):
         values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
         curvature = (vectors * values.clamp(min=0)) @ vectors.mT
-        jitter = 1e-12 * (curvature.diagonal() + ridge_weights).mean() * torch.eye(len(curvature))
-        root = torch.linalg.cholesky((curvature + curvature.mT) / 2 + ridge_weights.diag() + jitter)
+        jitter = 1e-12 * (curvature.diagonal() + ridge_weights).mean()
+        root = torch.linalg.cholesky(_add_diagonal((curvature + curvature.mT) / 2, ridge_weights + jitter))
     return root
+
+
+def _add_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:
+    matrix = matrix.clone()
+    matrix.diagonal().add_(diagonal)
+    return matrix

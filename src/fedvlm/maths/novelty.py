@@ -28,10 +28,15 @@ class Novelty(NamedTuple):
 
     def scores(self, x: Tensor) -> Tensor:
         """Return a score per embedding of (samples, dim); higher is stranger."""
-        deviations = pooled_embeddings(x).float()[:, None] - self.means  # (samples, classes, dim)
-        along = (deviations @ self.directions.T).square()
-        rest = (deviations.square().sum(-1) - along.sum(-1)).clamp(min=0)
-        return ((along / self.variances[:-1]).sum(-1) + rest / self.variances[-1]).amin(1)
+        x, means = self._whiten(pooled_embeddings(x)), self._whiten(self.means)
+        distances = x.square().sum(1, keepdim=True) - 2 * x @ means.mT + means.square().sum(1)
+        return distances.amin(1).clamp(min=0).float()
+
+    def _whiten(self, x: Tensor) -> Tensor:
+        """Return (samples, directions + dim) coordinates in which all variances are 1."""
+        x, directions, roots = x.double(), self.directions.double(), self.variances.double().sqrt()
+        along = x @ directions.mT
+        return torch.cat([along / roots[:-1], (x - along @ directions) / roots[-1]], dim=1)
 
     def limit(self, rate: float = FALSE_REJECTIONS) -> float:
         """Return the largest score that is not rejected."""
@@ -58,13 +63,25 @@ def fit_novelty(x: Tensor, y: Tensor, held_out_x: Tensor) -> Novelty | None:
     x, y = pooled_embeddings(x[::step]), y[::step]
     classes, index = torch.unique(y, return_inverse=True)
     means = torch.stack([x[index == number].mean(0) for number in range(len(classes))])
-    _, singular_values, directions = torch.linalg.svd((x - means[index]).double(), full_matrices=False)
     n_samples, dim = x.shape
-    variances = singular_values.square() / n_samples
-    mean_variance = variances.sum() / dim
     count = min(N_DIRECTIONS, n_samples, dim - 1)
+    variances, directions = principal_directions((x - means[index]).double(), count)
+    mean_variance = variances.sum() / dim
     rest = (variances[count:].sum() / (dim - count)).reshape(1)
     shrinkage = dim / (n_samples + dim)
     shrunk = (1 - shrinkage) * torch.cat([variances[:count], rest]) + shrinkage * mean_variance
-    unscored = Novelty(means, directions[:count].float(), shrunk.clamp(min=MIN_VARIANCE).float(), torch.zeros(0))
+    unscored = Novelty(means, directions.float(), shrunk.clamp(min=MIN_VARIANCE).float(), torch.zeros(0))
     return unscored._replace(held_out_scores=unscored.scores(held_out_x))
+
+
+def principal_directions(deviations: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the variances along all principal directions, and the (count, dim) leading directions.
+
+    They come from the smaller of both Gram matrices, because a singular value decomposition takes several times longer.
+    """
+    n_samples, dim = deviations.shape
+    is_tall = n_samples > dim
+    values, vectors = torch.linalg.eigh(deviations.mT @ deviations if is_tall else deviations @ deviations.mT)
+    leading = vectors.flip(1)[:, :count]
+    directions = leading if is_tall else torch.linalg.qr(deviations.mT @ leading).Q  # orthonormal without variance, too
+    return values.flip(0).clamp(min=0) / n_samples, directions.mT

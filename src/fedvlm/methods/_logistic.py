@@ -103,7 +103,8 @@ def class_statistics(client: Client, n_classes: int, min_samples: int, sent: Ten
     if "open" in sent:
         y = gaussian_classes.suppress_closed_classes(y, torch.cat([sent["open"], sent["open rest"][None]]) > 0)
     x = torch.where((y >= 0)[:, None], client.x, 0.0)
-    counts, sums, _ = gaussian_classes.class_sums(x, y, n_classes + 1)
+    sums = x.new_zeros(n_classes + 1, x.shape[1]).double().index_add(0, y.clamp(min=0), x.double())
+    counts = gaussian_classes.class_membership(y, n_classes + 1).sum(0)
     gram = packed_gram(replace(client, y=y), 1)
     if "diagonal" in sent:
         gram = gaussian_classes.diagonal_of(gram, x.shape[1] + 1)
@@ -124,7 +125,7 @@ def packed_gram(client: Client, min_samples: int) -> Tensor:
     real = client.y >= 0
     x = torch.where(real[:, None], client.x.double(), 0.0)
     x = torch.cat([x, real.double()[:, None]], dim=1)
-    return torch.where(real.sum() >= min_samples, gaussian_classes.pack(x.mT @ x), 0.0).float()
+    return torch.where(real.sum() >= min_samples, gaussian_classes.gram(x), 0.0).float()
 
 
 def check_norms(name: str, heads: Tensor, limit: float) -> None:

@@ -274,23 +274,27 @@ class SumMember:
         if not path.exists() or world.channel.noise_multiplier:
             return
         known = read_json(path)
-        before, now = ({label: set(rows) for label, rows in of.items()} for of in (known["samples"], samples))
-        if not any(rows & now.get(label, set()) for label, rows in before.items()):
+        now = {name: set(rows) for name, rows in samples.items()}
+        snapshots = [{name: set(rows) for name, rows in of.items()} for of in known["samples"]]
+        snapshots = [of for of in snapshots if any(rows & now.get(name, set()) for name, rows in of.items())]
+        if not snapshots:
             return
         member_sets = {frozenset(members) for members in known["members"]}
         if len({*member_sets, frozenset(member_fingerprints(plan))}) - 1 > policy.member_changes:
             raise RequestRefused("member change")
-        for label in {*before, *now}:
-            changed = len(before.get(label, set()) ^ now.get(label, set()))
-            if 0 < changed < policy.min_class_samples:
-                raise RequestRefused("data change", count=changed, least=policy.min_class_samples)
+        for before in snapshots:  # of every sum that has left, because the server may compare any two
+            for name in {*before, *now}:
+                changed = len(before.get(name, set()) ^ now.get(name, set()))
+                if 0 < changed < policy.min_class_samples:
+                    raise RequestRefused("data change", count=changed, least=policy.min_class_samples)
 
     def remember(self, plan: Plan, samples: Mapping[str, list[str]]) -> None:
         """Keep members and samples of a sum, before its first upload leaves."""
         path = self.kit.folder / "state" / HISTORY_FILE
-        members = read_json(path)["members"] if path.exists() else []
-        own = sorted(member_fingerprints(plan))
-        write_json(path, {"members": [*(other for other in members if other != own), own], "samples": dict(samples)})
+        known = read_json(path) if path.exists() else {"members": [], "samples": []}
+        for key, value in (("members", sorted(member_fingerprints(plan))), ("samples", dict(samples))):
+            known[key] = [*(other for other in known[key] if other != value), value]
+        write_json(path, known)
 
     def join(
         self, fields: SumRequest, sent: Tensors, site_training: SiteTraining, world: World, policy: Policy
@@ -503,8 +507,8 @@ def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
         x, y = world.read(rows), world.y[torch.from_numpy(rows)]
         for sample, label in zip(x, y.tolist(), strict=True):
             digest = sha256(sample.contiguous().numpy().tobytes()).hexdigest()[:16]
-            out.setdefault(str(label), []).append(digest)
-    return {label: sorted(out[label]) for label in sorted(out)}
+            out.setdefault(world.frozen.classes[label], []).append(digest)  # the server chooses the classes' order
+    return {name: sorted(out[name]) for name in sorted(out)}
 
 
 def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:
