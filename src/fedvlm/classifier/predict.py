@@ -27,6 +27,8 @@ from fedvlm.evaluate.metrics import compute_metrics, prediction_details
 from fedvlm.runner.load import open_data, subset_dataset
 from fedvlm.runner.prepare import label_tensor
 
+Named = tuple[Source, str]  # images, and the prefix of their names
+Skipped = list[tuple[str, str]]  # images nothing can be said of: name and reason
 BATCH_SIZE = 32
 SCORE_NOTE = "the classifier does not know its training images; accuracy on those is too high, so leave them out"
 
@@ -82,7 +84,7 @@ PROBABILITIES_ONLY = Options()
 @dataclass(frozen=True)
 class Predictions:
     rows: list[Prediction]
-    skipped: list[tuple[str, str]]  # images nothing can be said of: name and reason
+    skipped: Skipped
     notes: list[str]  # what a reader of the probabilities must know
     classes: tuple[str, ...] = ()
 
@@ -112,7 +114,7 @@ def predict(
 
 def predict_sources(
     classifier: Personalised,
-    sources: Sequence[tuple[Source, str]],
+    sources: Sequence[Named],
     encoder: str = "",
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -162,7 +164,7 @@ def pool_logits(groups: Sequence[str], logits: Sequence[Tensor], options: Option
     return list(number), pool_groups(values, index, index, options.group)[0]
 
 
-def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
+def _open_source(path: Path, window: Window | None) -> Named:
     """Open the images of a path; return them and the prefix of their names."""
     if path.is_dir():
         names = list_folder(path)[0]
@@ -179,9 +181,7 @@ def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
     return image_source, f"{path.parent}/" if path.parent.name else ""
 
 
-def _read_images(
-    sources: Sequence[tuple[Source, str]], box: Encoder, skipped: list[tuple[str, str]]
-) -> Iterator[tuple[str, Any]]:
+def _read_images(sources: Sequence[Named], box: Encoder, skipped: Skipped) -> Iterator[tuple[str, Any]]:
     """Yield name and preprocessed image; images that cannot be read are skipped with the reason."""
     for source, prefix in sources:
         for row in range(len(source)):
@@ -206,9 +206,7 @@ def _embed_batch(classifier: Personalised, box: Encoder, batch: Sequence[tuple[s
     return np.asarray(answer.patches if patches else answer.pooled)
 
 
-def valid_embeddings(
-    names: Sequence[str], values: NDArray[Any], fault: str, skipped: list[tuple[str, str]]
-) -> list[int]:
+def valid_embeddings(names: Sequence[str], values: NDArray[Any], fault: str, skipped: Skipped) -> list[int]:
     """Return the rows of valid embeddings; NaN, infinite or zero ones are skipped with the reason."""
     valid_rows = []
     for row, name in enumerate(names):

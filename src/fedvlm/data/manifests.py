@@ -224,4 +224,5 @@ def _root(file: Path, images: str | Path | None, first: str) -> Path:
         if (folder / first).is_file():
             return folder
     places = join_names([str(folder) for folder in tried])
-    raise DataError(f"{first}, the first image of {file}, is not below {places}; name the folder as images")
+    problem = f"{first}, the first image of {file}, is not below {places}"
+    raise DataError(f"{problem}; name the folder of the images as images")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fedvlm.data.partition import Partition
+from fedvlm.data.splits import Ints
 from fedvlm.data.table import Dataset
 from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError
@@ -65,9 +66,7 @@ def thumbnail(data: bytes) -> NDArray[np.uint8]:
     return np.asarray(image, np.uint8).reshape(-1)
 
 
-def _nearest(
-    thumbnails: NDArray[np.uint8], later: NDArray[np.int64], earlier: NDArray[np.int64]
-) -> list[tuple[int, int, float]]:
+def _nearest(thumbnails: NDArray[np.uint8], later: Ints, earlier: Ints) -> list[tuple[int, int, float]]:
     if not len(later) or not len(earlier):
         return []
     pairs = []

@@ -56,7 +56,7 @@ def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
             if name in METRICS:
                 raise
             reason = f"{type(error).__name__}: {error}"
-            raise SettingsError(f"the metric {name!r} of an outside package fails ({reason}); repair it") from error
+            raise SettingsError(f"the metric {name!r} of an outside package fails ({reason}); uninstall it") from error
         if isfinite(number):
             out[name] = number
     return out

@@ -99,7 +99,7 @@ class TextTower:
         """Compute the features of a prompt."""
         *batch_shape, vectors, width = context.shape
         if width != self.width:
-            raise SettingsError(f"context vectors must have the text tower's width of {self.width}, got {width}")
+            raise SettingsError(f"context vectors have width {width}; the text tower needs {self.width}")
         if vectors > self.room:
             raise SettingsError(
                 f"a context of {vectors} vectors does not fit before the longest class name; "

@@ -7,9 +7,9 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Batch, Client, Frozen, Method, Tensors
-from fedvlm.tensors import to_float32
+from fedvlm.tensors import Updated, to_float32
 
-Update = Callable[[Tensors, Tensors, Client], tuple[Tensors, Tensors]]
+Update = Callable[[Tensors, Tensors, Client], Updated]
 
 
 def select_clients(clients: Client, index: Any) -> Client:
@@ -22,9 +22,7 @@ def select_tensors(stacked: Tensors, index: Any) -> Tensors:
     return {key: value[index] for key, value in stacked.items()}
 
 
-def update_sequentially(
-    method: Method, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def update_sequentially(method: Method, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> Updated:
     """Update stacked clients one by one (an `update_many` for updates that gain nothing by stacking)."""
     places = range(len(clients.y))
     parts = [(select_tensors(sent, i), select_tensors(local, i), select_clients(clients, i)) for i in places]
@@ -33,9 +31,7 @@ def update_sequentially(
     return tensors.stack(uploads), tensors.stack(locals_)
 
 
-def update_in_chunks(
-    update: Update, size: int, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def update_in_chunks(update: Update, size: int, sent: Tensors, local: Tensors, clients: Client) -> Updated:
     """Update so many stacked clients at a time, and join the results."""
     chunks = [slice(first, first + size) for first in range(0, len(clients.y), size)]
     parts = [(select_tensors(sent, c), select_tensors(local, c), select_clients(clients, c)) for c in chunks]

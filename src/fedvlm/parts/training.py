@@ -13,7 +13,7 @@ from fedvlm import tensors
 from fedvlm.core import Alternating, Batch, Client, Frozen, Schedule, Tensors, gradient_update, schedule
 from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import class_weights, minibatch
-from fedvlm.tensors import count_bytes, to_float32
+from fedvlm.tensors import Updated, count_bytes, to_float32
 
 __all__ = [
     "Stepper",
@@ -347,9 +347,7 @@ def head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: 
     return {"head": train_heads(self, frozen.scale, sent["head"], clients, lambda head: 0.0)}, local
 
 
-def regularised_head_sgd(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def regularised_head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> Updated:
     """update_many: as `head_sgd`, where the loss has another part, whose gradient is `extra_gradient`."""
 
     def extra_gradient(head: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.storage.large_tensors import iterate_chunks
 
 Ints = NDArray[np.int64]
+Samples = EmbeddedTable | SampleList
 CALIBRATION_RATIO = 1 / 3  # of the validation samples of own data: set aside for conformal prediction
 MIN_BASE_TO_NEW_CLASSES = 4  # two in each half
 
@@ -180,9 +181,7 @@ def _test_data(source: EmbeddedTable, partition: Partition, table: EmbeddedTable
     return OtherClasses(table, frozen_of(table, seed), members)
 
 
-def divide_samples(
-    settings: Settings, table: EmbeddedTable | SampleList, seed: int
-) -> tuple[Partition, dict[str, ClientSplit]]:
+def divide_samples(settings: Settings, table: Samples, seed: int) -> tuple[Partition, dict[str, ClientSplit]]:
     """Assign samples to clients and splits; also return the test samples of new classes (base-to-new only).
 
     With base-to-new each half of the classes is divided by itself. Only test samples of the new half are used.
@@ -208,9 +207,7 @@ def divide_samples(
     return partition, {id: ClientSplit(id, client.domain, none, none, tests[id]) for id, client in both.items()}
 
 
-def _divide_classes(
-    table: EmbeddedTable | SampleList, part: slice, clients: Clients, seed: int, undivided: Sequence[str]
-) -> Partition:
+def _divide_classes(table: Samples, part: slice, clients: Clients, seed: int, undivided: Sequence[str]) -> Partition:
     """Divide the samples of some classes; the partition has their indices in the whole table."""
     indices = np.flatnonzero((table.labels >= part.start) & (table.labels < part.stop))
     partition = make_partition(select_samples(table, indices, part), clients, seed, undivided)
