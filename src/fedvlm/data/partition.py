@@ -336,9 +336,8 @@ def _check_columns(table: SampleTable, clients: Clients) -> Ints:
     columns = (table.domains, table.clients, table.splits, table.content)
     if any(len(column) != len(labels) for column in columns):
         lengths = [len(labels), *map(len, columns)]
-        raise DataError(
-            f"labels, domains, clients, splits and content have {lengths} rows; they must have the same length"
-        )
+        problem = f"labels, domains, clients, splits and content have {lengths} rows"
+        raise DataError(f"{problem}; they must have the same length")
     if not len(labels):
         raise DataError("the data have no samples; name a data set with images")
     counts = np.bincount(labels[labels >= 0], minlength=len(table.classes))

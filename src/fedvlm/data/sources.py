@@ -90,9 +90,8 @@ class Archive(NamedSource):
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
             raise DataError(f"{self.names[row]} of {self.path} cannot be read ({error}); get it again") from error
         if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"{self.names[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
-            )
+            problem = f"{self.names[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes"
+            raise DataError(f"{problem}; leave it out")
         return data
 
 

@@ -160,9 +160,8 @@ class Http:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 if "CERTIFICATE_VERIFY" in problem:
-                    raise EncoderError(
-                        f"the certificate of {self.url} is not trusted ({error}); name its issuer in ca_file"
-                    ) from error
+                    reason = f"the certificate of {self.url} is not trusted ({error})"
+                    raise EncoderError(f"{reason}; name its issuer in ca_file") from error
             else:
                 if answer.status_code == 200:
                     return self._object(answer)

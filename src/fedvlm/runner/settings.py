@@ -209,9 +209,8 @@ def _check_attack(settings: Settings) -> None:
         reason = "is simulated in one process, but with engine = 'flower' clients upload for themselves"
         raise SettingsError(f"attack = {settings.attack!r} {reason}; leave engine out")
     if not settings.method.rounds:
-        raise SettingsError(
-            f"attack = {settings.attack!r}: {settings.method.name} has no rounds; choose one that trains"
-        )
+        problem = f"attack = {settings.attack!r}: {settings.method.name} has no rounds"
+        raise SettingsError(f"{problem}; choose one that trains")
 
 
 def read_method(value: Any) -> Method:

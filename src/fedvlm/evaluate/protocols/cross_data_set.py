@@ -28,9 +28,8 @@ class CrossDataSet:
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
         if not self.test_data or len(set(self.test_data)) < len(self.test_data):
-            raise SettingsError(
-                f"cross-data-set tests on test_data = {list(self.test_data)}; name one or more data sets, each once"
-            )
+            problem = f"cross-data-set tests on test_data = {list(self.test_data)}"
+            raise SettingsError(f"{problem}; name one or more data sets, each once")
         return [Training("source", tuple(domains), ())]
 
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
