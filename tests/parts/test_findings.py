@@ -17,6 +17,7 @@ from fedvlm.encoders.store import open_store, save_store
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import findings
 from fedvlm.parts.findings import per_finding
+from fedvlm.runner.audit import audit
 
 NAMES = ["edema", "effusion", "mass"]
 QUICK = {
@@ -259,9 +260,37 @@ def test_bad_arrays_are_refused():
         )
 
 
-def test_noise_inside_a_method_is_refused_because_it_counts_one_class_per_image():
-    with pytest.raises(SettingsError, match="channel.noise_multiplier"):
-        per_finding(make("tofa", noise_multiplier=1.0))
+@pytest.mark.parametrize("name", ["ridge", "auto", "tofa"])
+def test_a_verified_sum_without_limits_gives_what_plain_uploads_give(name):
+    clients, text = draw_clients(samples=120)
+    plain, hidden = (scores_of(run(name, clients, text, channel={"verified": flag})) for flag in (False, True))
+    for id in clients:
+        assert hidden[id]["AUC"] == pytest.approx(plain[id]["AUC"], abs=1e-6)
+
+
+def test_findings_of_which_some_lack_a_kind_of_samples_train_together():
+    """Their tensors differ in shape, because only the other findings have Gaussian classes."""
+    clients, text = draw_clients(samples=120, unknown=0)
+    for x, y in clients.values():
+        y[:, 1] = np.arange(len(x)) < 3  # too few to upload
+    result = fedvlm.run("auto", clients=clients, classes=NAMES, text=text, seeds=[0])
+    assert all(np.isfinite(score["loss"]) for score in scores_of(result).values())
+
+
+def test_an_audit_attacks_every_finding_and_gives_the_worst():
+    clients, text = draw_clients(samples=90)
+    table = from_arrays(clients, NAMES, text)
+    settings = {"protocol": "own-test", "clients": {"partition": "own"}, "seeds": [0]}
+    [line, *_] = audit(fedvlm.run("ridge", embedded=table, **settings).folder, embedded=table)
+    assert line["classes"] == 2 * len(NAMES) and line["smallest class"] >= 16
+    assert 0.5 < line["AUC upload"] <= 1 and 0.5 < line["AUC span"] <= 1
+
+
+def test_what_a_method_describes_of_its_findings_is_a_mean():
+    clients, text = draw_clients(samples=120)
+    noisy = {"name": "tofa", "noise_multiplier": 2.0}
+    maps = next(iter(fedvlm.run(noisy, clients=clients, classes=NAMES, text=text, seeds=[0]).trainings().values()))
+    assert maps["maps"]["a"].keys() == {"visual temperature", "text temperature", "epsilon", "delta"}
 
 
 def test_prompts_and_transport_train_on_findings_in_images(tmp_path):

@@ -5,11 +5,14 @@ import json
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
+from typer.testing import CliRunner
 
 import fedvlm
+from fedvlm.cli import app
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import client_world, measure
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.report.page.render import write_page
 from fedvlm.report.subgroups import compute_value, suppress_small
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import build
@@ -91,6 +94,38 @@ def test_nothing_of_subgroups_is_in_the_scores_of_a_site(store):
     assert "samples" in measure(world, shared, local, "a", last=True)
     scores = measure(client_world(world, "a"), shared, local, "a", last=True)
     assert "samples" not in scores and "sex" not in json.dumps(scores)
+
+
+def test_the_page_has_a_table_and_a_chart_for_each_column(result, tmp_path):
+    page = write_page([result], tmp_path / "page.html").read_text()
+    section = page[page.index('<section id="subgroups">') : page.index('<section id="rounds">')]
+    assert (
+        section.count("<figcaption>AUC by") == 2
+        and section.count("<tr>") == len(result.subgroups("sex")) + len(result.subgroups("scanner")) + 1
+    )
+    rows = result.subgroups("sex")
+    for row in rows:
+        assert f"[{100 * row['low']:.1f}, {100 * row['high']:.1f}]" in section
+    assert section.count("(worst)") == 1  # of sex; all but one scanner are suppressed
+    [gap] = [row["difference"] for row in rows if "difference" in row]
+    assert f"{100 * gap['value']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}] to" in section
+    assert section.count("<td>suppressed</td>") == 2 and "rare (suppressed)" in section
+
+
+def test_a_page_of_runs_without_subgroups_has_no_such_section(store, tmp_path):
+    plain = fedvlm.run("alone", embedded=open_store(store), out=tmp_path / "plain", **(SETTINGS | {"subgroups": []}))
+    assert "Subgroups" not in write_page([plain], tmp_path / "page.html").read_text()
+
+
+def test_subgroups_are_compared_and_drawn_on_the_command_line(result, tmp_path):
+    command = ["compare", str(result.folder), "--subgroups", "sex", "--columns", "AUC,balanced", "--format", "markdown"]
+    table = CliRunner().invoke(app, command).output
+    assert table.count("| alone") == 4 and "95 % interval" in table and " to " in table
+    drawn = tmp_path / "sub.svg"
+    plotted = CliRunner().invoke(app, ["plot", str(result.folder), "--kind", "subgroups", "-o", str(drawn)])
+    assert plotted.exit_code == 0 and drawn.stat().st_size > 1000
+    refused = CliRunner().invoke(app, ["compare", str(result.folder), "--subgroups", "age"])
+    assert refused.exit_code != 0
 
 
 def test_unknown_columns_are_refused(store, result, tmp_path):

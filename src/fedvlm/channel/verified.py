@@ -160,6 +160,9 @@ def count_classes(y: Tensor, n_classes: int, method: Method) -> Tensors:
     if setting(method, "noise_multiplier"):  # exact counts would not be covered by its ε
         nothing = torch.zeros(n_classes + 1, dtype=torch.int64)
         return {"counts": nothing, "members": nothing, "samples": nothing[0]}
+    if y.ndim == 2:  # several findings per image: each has the classes absent and present
+        by_finding = [count_classes(column, 2, method) for column in y.unbind(1)]
+        return {key: torch.stack([counts[key] for counts in by_finding]) for key in by_finding[0]}
     smallest = setting(method, "min_class_samples") or 1
     counts = torch.bincount(y[y >= 0], minlength=n_classes)
     rest = counts[counts < smallest].sum()[None]
@@ -179,9 +182,9 @@ def class_limits(method: Method, dim: int, total: Tensors) -> Tensors:
     if is_open_to_all or setting(method, "noise_multiplier"):
         return {}
     is_open = (total["members"] >= MIN_CLASS_CLIENTS).double()
-    limits = {"open": is_open[:-1], "open rest": is_open[-1]}
-    enough = int(total["samples"]) >= SAMPLES_PER_DIMENSION * (dim + 1)
-    return limits if enough else {**limits, "diagonal": torch.ones(())}
+    limits = {"open": is_open[..., :-1], "open rest": is_open[..., -1]}
+    enough = int(total["samples"].min()) >= SAMPLES_PER_DIMENSION * (dim + 1)
+    return limits if enough else {**limits, "diagonal": torch.ones_like(total["samples"], dtype=torch.float32)}
 
 
 def check_verified(channel: Channel, method: Method) -> None:

@@ -51,6 +51,9 @@ def compare(
     all_columns: Annotated[bool, typer.Option("--all", help="Add a column for each domain or client.")] = False,
     traffic: Annotated[bool, typer.Option("--traffic", help="Add rounds and kilobytes per client.")] = False,
     columns: Annotated[str, typer.Option(help="More columns, e.g. balanced,F1,AUC,worst,method.lr.")] = "",
+    subgroups: Annotated[
+        str, typer.Option(help="Print AUC, or the metric of --columns, by this column of subgroups, e.g. sex.")
+    ] = "",
     paper: Annotated[bool, typer.Option("--paper", help="Compare with the published tables.")] = False,
     item: Annotated[str, typer.Option(help="Compare with this table or figure, e.g. fedot-v1/T1.")] = "",
 ) -> None:
@@ -68,6 +71,11 @@ def compare(
         typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
         return
     column_names = [name.strip() for name in columns.split(",") if name.strip()]
+    if subgroups:
+        from fedvlm.report.subgroups import compare_subgroups
+
+        typer.echo(compare_subgroups(results, subgroups, column_names, form), nl=False)
+        return
     table = render(results, form, column_names, all_columns=all_columns, traffic=traffic)
     typer.echo(table, nl=False)
 
@@ -206,7 +214,8 @@ def plot(
     kind: Annotated[
         str,
         typer.Option(
-            help="Kind of plot: rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne or heat "
+            help="Kind of plot: rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne, heat or "
+            "subgroups "
             "(default: reliability, decision curve and rounds of one run)."
         ),
     ] = "",

@@ -19,6 +19,7 @@ from fedvlm.data.table import to_nfc
 from fedvlm.engines.flower.client import LostLocalError, to_tensors
 from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import DataError, EncoderError, FederationError, SettingsError
+from fedvlm.evaluate import findings
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.protocols import Training
 from fedvlm.runner.settings import MAX_STATEMENT_CHARS, Settings
@@ -33,7 +34,7 @@ MAX_COUNT = 10**9  # rounds, samples, classes, dimensions
 MAX_NUMBER = 1e15  # no valid number is larger; sums of such numbers stay finite
 MAX_CLASSIFIERS = 16  # that one evaluation measures
 SCORE_COUNTS = tuple(f"{split}_{count}" for split in SPLITS[1:] for count in ("rows", "hits"))
-OPTIONAL_SCORES = ("loss", *METRICS[1:])
+OPTIONAL_SCORES = tuple(dict.fromkeys(("loss", *METRICS[1:], *findings.METRICS)))
 
 
 def _check_printable(text: str) -> str:
@@ -201,6 +202,7 @@ class OpenReply(Header):
     local: TensorNames
     samples: SampleCounts
     template: Text = ""  # of methods that learn prompts
+    multi_label: bool = False  # an image may have several findings
     protocol: Count = PROTOCOL
     data: Literal["first", "unchanged", "changed", "kept"] = "first"  # compared with the last run of this experiment
     removed_classes: Count = 0  # classes without samples now, which had some

@@ -36,6 +36,7 @@ class Plan(Fields):
     training: Text  # name of the training within its experiment
     identity: dict[str, Any]  # every setting: method, channel, clients, source, protocol
     classes: Texts
+    multi_label: bool = False  # an image may have several of the classes
     seed: Count
     encoder: Text = ""  # fingerprint
     dim: Count = 0

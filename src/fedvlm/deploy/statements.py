@@ -32,6 +32,7 @@ from fedvlm.deploy.identity.keys import Signer, sign_bytes, verify_bytes
 from fedvlm.deploy.messages import Fields, Key, Text, parse
 from fedvlm.deploy.plan import Plan, hash_tensors
 from fedvlm.errors import FederationError
+from fedvlm.parts.findings import per_finding
 from fedvlm.runner.settings import Settings
 
 COUNTS_ROUND = -1  # the first sum is of class counts
@@ -202,9 +203,12 @@ def open_sum(vectors: Iterable[Vector], layout: Sequence[str], is_total: bool) -
     return decode_sum(sums, is_total, template), dict(zip(SCORE_NAMES, scores, strict=True))
 
 
-def next_state(settings: Settings, before: Tensors, total: Tensors, members: Sequence[str]) -> Tensors:
+def next_state(
+    settings: Settings, before: Tensors, total: Tensors, members: Sequence[str], multi_label: bool = False
+) -> Tensors:
     """Aggregate the sum, as every member and the server do; refuse a state beyond the bounds."""
-    method, weights = settings.method, torch.tensor([float(len(members))])
+    method = per_finding(settings.method) if multi_label else settings.method
+    weights = torch.tensor([float(len(members))])
     after = method.aggregate(before, [total], weights, sorted(members))
     check_state(settings.channel, method, before, after, len(members))
     return after

@@ -136,7 +136,8 @@ def _verify(transcript: Transcript, peers: Mapping[str, Peer]) -> list[str]:
             entries, vectors, plan, expected_upload(session, number, state_digest(state), previous)
         )
         layout = statements[names[0]].layout
-        after = next_state(settings, state, open_sum(vectors.values(), layout, is_total(settings))[0], names)
+        total, _ = open_sum(vectors.values(), layout, is_total(settings))
+        after = next_state(settings, state, total, names, plan.multi_label)
         previous = hash_statements(statements)
     if after is not None:
         check_same_state(after, final)

@@ -27,7 +27,7 @@ from fedvlm.methods._logistic import SERVER, load_state, save_state
 from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 MAX_HEAD_NORM = 256.0  # of a class's weights less the anchor's, in a verified sum (tools/verified_bounds.py)
-MAX_NORM_PER_CLASS = 24.0  # times the number of classes: the same without text, where the curvature is 1 / classes
+MAX_NORM_PER_CLASS = 24.0  # times the number of classes, if that is more: without text, where the curvature is less
 KNOWN = "known "  # prefix of the server's tensors about points that clients have evaluated
 
 
@@ -39,6 +39,11 @@ class ServerState(NamedTuple):
     gram: Tensor  # packed Σ x xᵀ over the samples of all clients, with a last coordinate of 1
     gaussian: Tensor  # (classes, dim + 1): the head of the Gaussian classes
     points: Tensor  # (points, classes, dim + 1): what the clients evaluate next
+
+
+def max_head_norm(anchor: Tensor) -> float:
+    """Return the limit of `check_state`; the anchor of an encoder without text is zero."""
+    return MAX_HEAD_NORM if anchor.any() else max(MAX_HEAD_NORM, MAX_NORM_PER_CLASS * len(anchor))
 
 
 @register
@@ -94,16 +99,18 @@ class Auto(StatisticsSettings):
             state = state._replace(gram=gram.float(), gaussian=Head(rule.weight, rule.bias).joined().float())
         known = _logistic.add_evaluations(load_state(KNOWN, Evaluations, shared), state.points, total)
         mean = torch.einsum("p,pcd->cd", (-known.val_losses).softmax(0), known.points)
-        gram = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1])
-        state = state._replace(round=state.round + 1, points=path_points(known, gram, state.anchor.double()).float())
+        gram, anchor = gaussian_classes.unpack(state.gram.double(), state.anchor.shape[1]), state.anchor.double()
+        change = path_points(known, gram, anchor) - anchor
+        norms = change.norm(dim=-1).amax(-1)[:, None, None].clamp(min=1e-30)
+        points = anchor + change * (max_head_norm(anchor) / norms).clamp(max=1)
+        state = state._replace(round=state.round + 1, points=points.float())
         return {**_logistic.head_tensors(mean), **save_state(SERVER, state), **save_state(KNOWN, known)}
 
     def check_state(self, before: Tensors, after: Tensors, members: int) -> None:
         """Refuse heads so steep that their gradient is that of a few samples."""
         if _logistic.is_server_state(after):
             state = load_state(SERVER, ServerState, after)
-            limit = MAX_HEAD_NORM if state.anchor.any() else MAX_NORM_PER_CLASS * len(state.anchor)
-            _logistic.check_norms(self.name, state.points - state.anchor, limit)
+            _logistic.check_norms(self.name, state.points - state.anchor, max_head_norm(state.anchor))
 
     def covered_classes(self, upload: Tensors) -> Tensor:
         """Return (classes,) True where the upload depends on the class: by statistics, or by a gradient."""

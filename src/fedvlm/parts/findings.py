@@ -5,7 +5,9 @@ axis, so that a federation of findings sends, stores and sums them like those of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from fedvlm.core import (
     Described,
     Frozen,
     Method,
+    Noisy,
+    StateBounded,
     Tensors,
     Totalled,
+    Traits,
     as_stacked,
-    setting,
     upload_sum,
 )
 from fedvlm.errors import SettingsError
@@ -36,11 +40,6 @@ def check_multi_label(method: Method) -> None:
     if not method.traits.classes.multi_label:
         problem = f"{method.name} gives every image exactly one class, and these data have several findings per image"
         raise SettingsError(f"{problem}; `fedvlm list methods` shows the methods for several findings")
-    if setting(method, "noise_multiplier"):
-        raise SettingsError(
-            f"{method.name}.noise_multiplier accounts for one class per image, and here one image changes the "
-            "statistics of several findings; set channel.noise_multiplier instead"
-        )
 
 
 def finding_frozen(frozen: Frozen, finding: int) -> Frozen:
@@ -57,12 +56,18 @@ def finding_frozen(frozen: Frozen, finding: int) -> Frozen:
 
 
 def finding_client(client: Client, finding: int) -> Client:
-    """Return a client with the labels of one finding; samples whose label is unknown are in no minibatch."""
-    y, val_y = client.y[..., finding], client.val_y[..., finding]
+    """Return a client with the labels of one finding; samples whose label is unknown are in no minibatch.
+
+    A sample changes the statistics of all findings, so that their common sensitivity, and with it the noise of each,
+    is larger by the root of their number.
+    """
+    n_findings, y, val_y = client.y.shape[-1], client.y[..., finding], client.val_y[..., finding]
+    width = client.noise.shape[-1] // n_findings
+    noise = n_findings**0.5 * client.noise[..., finding * width : (finding + 1) * width]
     flat = client.order.clamp(min=0).flatten(-2)
     known = y.gather(-1, flat).reshape(client.order.shape) >= 0
     order = torch.where(known, client.order, -1)
-    return replace(client, y=y, val_y=val_y, order=order, texts=client.texts[..., :2, :0, :])
+    return replace(client, y=y, val_y=val_y, order=order, texts=client.texts[..., :2, :0, :], noise=noise)
 
 
 def _states(frozen: Frozen, sent: Tensors, local: Tensors) -> list[tuple[Frozen, Tensors, Tensors]]:
@@ -74,13 +79,14 @@ def _states(frozen: Frozen, sent: Tensors, local: Tensors) -> list[tuple[Frozen,
 def per_finding(method: Method) -> Method:
     """Return the method as it trains all findings of `frozen.classes`, each as a binary problem."""
     check_multi_label(method)
-    traits = method.traits
     verbs: dict[str, Any] = dict(vars(_Verbs))
     for protocol, names in (
         (Described, ("describe",)),
         (Conditioned, ("condition",)),
         (ClassStatistics, ("covered_classes", "class_means")),
         (Totalled, ("to_means", "from_means")),
+        (Noisy, ("noise",)),
+        (StateBounded, ("check_state",)),
     ):
         if not isinstance(method, protocol):
             for name in names:
@@ -90,11 +96,7 @@ def per_finding(method: Method) -> Method:
     if as_stacked(method) is None:
         del verbs["update_many"]
     members: dict[str, Any] = {name: verb for name, verb in verbs.items() if not name.startswith("__")}
-    members |= {
-        "single": method,
-        "traits": replace(traits, privacy=replace(traits.privacy, upload_sum=upload_sum(method))),
-        "__reduce__": lambda self: (per_finding, (method,)),  # to worker processes
-    }
+    members["__reduce__"] = lambda self: (per_finding, (self.single,))  # to worker processes
     kind = type(type(method).__name__, (type(method),), members)
     out: Method = object.__new__(kind)
     out.__dict__.update(vars(method))
@@ -102,9 +104,18 @@ def per_finding(method: Method) -> Method:
 
 
 class _Verbs:
-    """The verbs of a method over several findings; `single` is the method of one finding."""
+    """The verbs of a method over several findings."""
 
-    single: Any
+    @cached_property
+    def single(self) -> Any:
+        """Return the method of one finding, with the settings of this one."""
+        settings: Any = self
+        return type(self).__mro__[1](**{field.name: getattr(self, field.name) for field in fields(settings)})
+
+    @property
+    def traits(self) -> Traits:
+        traits: Traits = self.single.traits
+        return replace(traits, privacy=replace(traits.privacy, upload_sum=upload_sum(self.single)))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         pairs = [_single(self).init(finding_frozen(frozen, finding)) for finding in range(len(frozen.classes))]
@@ -138,10 +149,16 @@ class _Verbs:
         return torch.stack([pair[..., 1] - pair[..., 0] for pair in logits], dim=-1)
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        out: dict[str, float] = {}
-        for name, state in zip(frozen.classes, _states(frozen, sent, local), strict=True):
-            out |= {f"{name}: {key}": value for key, value in _single(self).describe(*state).items()}
-        return out
+        """Return means over the findings."""
+        described = [_single(self).describe(*state) for state in _states(frozen, sent, local)]
+        return {key: fmean(numbers[key] for numbers in described) for key in described[0]}
+
+    def noise(self, frozen: Frozen) -> int:
+        return len(frozen.classes) * int(_single(self).noise(finding_frozen(frozen, 0)))
+
+    def check_state(self, before: Tensors, after: Tensors, members: int) -> None:
+        for pair in zip(_unstack(before), _unstack(after), strict=True):
+            _single(self).check_state(*pair, members)
 
     def condition(self, local: Tensors) -> float:
         return max(float(_single(self).condition(part)) for part in _unstack(local))
@@ -197,5 +214,12 @@ def select_finding(stacked: Tensors, finding: int) -> Tensors:
 
 
 def _unstack(stacked: Tensors) -> list[Tensors]:
-    counts = [len(value) for key, value in stacked.items() if not key.startswith(SINGLE_PREFIX)]
-    return [select_finding(stacked, finding) for finding in range(counts[0] if counts else 0)]
+    return [select_finding(stacked, finding) for finding in range(_count_findings(stacked))]
+
+
+def _count_findings(stacked: Tensors) -> int:
+    counts = [
+        1 + int(key.removeprefix(SINGLE_PREFIX).partition(" ")[0]) if key.startswith(SINGLE_PREFIX) else len(value)
+        for key, value in stacked.items()
+    ]
+    return max(counts, default=0)

@@ -35,6 +35,7 @@ PLOT_KINDS = {  # of `fedvlm plot`
     "kite": "the same as kites",
     "tsne": "local prompts on a plane, of one run",
     "heat": "where prompts look in an image",
+    "subgroups": "AUC by subgroup, a panel for each column of subgroups",
 }
 RANKING_CURVES = (
     ("ROC", "AUC", "ROC curve", "false positive rate", "true positive rate (%)"),

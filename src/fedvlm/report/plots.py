@@ -14,7 +14,8 @@ from fedvlm.record import Record
 from fedvlm.report import charts
 from fedvlm.report.charts import PLOT_KINDS, BubbleChart, Chart, PlotOptions
 from fedvlm.report.explain import Explanation, PromptMap, prompt_heatmaps, prompt_map
-from fedvlm.report.runs import find_training
+from fedvlm.report.runs import find_training, identities_of, run_names
+from fedvlm.report.subgroups import subgroup_charts, subgroup_tables
 from fedvlm.storage.files import write_file
 
 # Kinds that an option is of use for.
@@ -58,6 +59,10 @@ def run_charts(kind: str, results: Sequence[Record], options: PlotOptions) -> li
     if kind in ("reliability", "decision"):
         build = charts.reliability_chart if kind == "reliability" else charts.decision_chart
         return charts.client_charts(results, options, build)
+    if kind == "subgroups":
+        names = run_names(identities_of(results))
+        tables = [subgroup_tables(result, options.columns) for result in results]
+        return subgroup_charts(list(zip(names, tables, strict=True)))
     builders = {"rounds": charts.rounds_charts, "sweep": charts.sweep_charts, "bars": charts.bar_charts}
     return {**builders, "roc": charts.own_ranking_charts}[kind](results, options)
 
@@ -127,7 +132,8 @@ def draw_chart(panel: Any, chart: Chart) -> None:
         colour = palette[series.position % len(palette)]
         style = ("-", "--", ":")[series.position // len(palette) % charts.N_DASHES]
         x, y = [point[0] for point in series.points], [scale * point[1] for point in series.points]
-        stds = [scale * (high - low) / 2 for _, low, high in series.band]
+        sides = [[scale * bounds[side] for bounds in series.band] for side in (1, 2)]
+        whiskers = [[abs(end - value) for end, value in zip(ends, y, strict=False)] for ends in sides]
         if chart.kind == "bars":
             x = [place + (number - (len(chart.series) - 1) / 2) * wide for place in x]
             panel.bar(x, y, 0.92 * wide, color=colour, label=series.name)
@@ -139,8 +145,8 @@ def draw_chart(panel: Any, chart: Chart) -> None:
         if series.band and chart.kind == "line":
             low, high = ([scale * edge[i] for edge in series.band] for i in (1, 2))
             panel.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
-        elif any(stds):
-            panel.errorbar(x, y, stds, fmt="none", ecolor=TEXT_COLOUR, elinewidth=1, capsize=2)
+        elif any(map(any, whiskers)):
+            panel.errorbar(x, y, whiskers, fmt="none", ecolor=TEXT_COLOUR, elinewidth=1, capsize=2)
         if series.sizes:
             panel.scatter(x, y, [6 + 90 * size for size in series.sizes], color=colour)
     if chart.has_diagonal:
@@ -153,6 +159,7 @@ def draw_chart(panel: Any, chart: Chart) -> None:
         panel.set_ylim(scale * chart.y_range[0], scale * (chart.y_range[1] + 0.01))
     if chart.categories:
         panel.set_xticks(range(len(chart.categories)), chart.categories)
+        panel.set_xlim(-0.5, len(chart.categories) - 0.5) if chart.kind == "dots" else None
     elif chart.x_log:
         panel.set_xscale("log", base=2 if chart.x_ticks else 10)
     if chart.x_ticks:

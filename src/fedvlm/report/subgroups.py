@@ -6,6 +6,7 @@ records no single samples, so that nothing about subgroups leaves it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from typing import Any
 
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from fedvlm import seeds
 from fedvlm.errors import DataError, unknown_name
 from fedvlm.record import Record
-from fedvlm.report.runs import read_trainings
+from fedvlm.report.charts import Chart, Series
+from fedvlm.report.runs import identities_of, read_trainings, run_names
+from fedvlm.report.tables import render_table
 
 MIN_SUBGROUP_UNITS = 10  # patients (or images without groups); smaller subgroups are suppressed
 BOOTSTRAP_DRAWS = 500
@@ -23,6 +26,7 @@ ERROR_RATE = 0.05  # of a confidence interval
 UNKNOWN = "unknown"  # an empty cell
 METRICS = ("AUC", "balanced", "accuracy")
 Floats = NDArray[np.float64]
+SubgroupTables = Mapping[str, Sequence[Mapping[str, Any]]]  # rows of subgroups by column
 
 
 def subgroup_rows(record: Record, column: str, metric: str = "", seed: int | None = None) -> list[dict[str, Any]]:
@@ -58,11 +62,61 @@ def subgroup_rows(record: Record, column: str, metric: str = "", seed: int | Non
     for row in out:
         if row["subgroup"] in shown:
             low, high = _interval(draws[row["subgroup"]] - draws[largest["subgroup"]])
-            row["worst"] = row["subgroup"] == worst
+            row["worst"] = len(defined) > 1 and row["subgroup"] == worst
             if row is not largest:
                 row["difference"] = {"to": largest["subgroup"], "value": row["value"] - largest["value"]}
                 row["difference"] |= {"low": low, "high": high}
     return out
+
+
+def subgroup_charts(runs: Sequence[tuple[str, SubgroupTables]]) -> list[Chart]:
+    """Return a chart for each column: a dot for each subgroup and run with its interval; suppressed ones are absent."""
+    charts = []
+    for column in dict.fromkeys(column for _, tables in runs for column in tables):
+        names = sorted({row["subgroup"] for _, tables in runs for row in tables.get(column, ())})
+        step, series = min(0.12, 0.8 / len(runs)), []
+        for position, (run, tables) in enumerate(runs):
+            rows = [row for row in tables.get(column, ()) if row.get("value") is not None]
+            places = [names.index(row["subgroup"]) + step * (position - (len(runs) - 1) / 2) for row in rows]
+            points = [(x, row["value"]) for x, row in zip(places, rows, strict=True)]
+            band = [(x, row["low"], row["high"]) for x, row in zip(places, rows, strict=True) if row["low"] is not None]
+            series.append(Series(run, points, position, band))
+        labels = [f"{name} (suppressed)" if _is_suppressed(name, column, runs) else name for name in names]
+        charts.append(Chart(f"AUC by {column}", "", "AUC (%)", series, kind="dots", categories=labels))
+    return charts
+
+
+def _is_suppressed(name: str, column: str, runs: Sequence[tuple[str, SubgroupTables]]) -> bool:
+    return all(row["suppressed"] for _, tables in runs for row in tables.get(column, ()) if row["subgroup"] == name)
+
+
+def subgroup_tables(record: Record, columns: Sequence[str] = (), metric: str = "") -> SubgroupTables:
+    """Return the rows of each column that the run reports, or of these; a number that is not defined is None."""
+
+    def defined(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: defined(part) for key, part in value.items()}
+        return None if isinstance(value, float) and not isfinite(value) else value
+
+    known = record.manifest["identity"].get("subgroups", [])
+    return {column: [defined(row) for row in subgroup_rows(record, column, metric)] for column in columns or known}
+
+
+def subgroup_cells(row: Mapping[str, Any]) -> list[str]:
+    """Return a row as text: subgroup, patients, samples, value, interval and difference, in per cent and points."""
+    if row["suppressed"]:
+        return [row["subgroup"], *["-"] * 2, "suppressed", *["-"] * 2]
+
+    def percent(value: float | None, form: str) -> str:
+        return "-" if value is None else format(100 * value, form)
+
+    interval = f"[{percent(row['low'], '.1f')}, {percent(row['high'], '.1f')}]"
+    difference, gap = "", row.get("difference")
+    if gap:
+        bounds = f"[{percent(gap['low'], '+.1f')}, {percent(gap['high'], '+.1f')}]"
+        difference = f"{percent(gap['value'], '+.1f')} {bounds} to {gap['to']}"
+    value = percent(row["value"], ".1f") + (" (worst)" if row.get("worst") else "")
+    return [row["subgroup"], str(row["units"]), str(row["samples"]), value, interval, difference or "-"]
 
 
 def suppress_small(units: dict[str, int], minimum: int = MIN_SUBGROUP_UNITS) -> set[str]:
@@ -160,3 +214,15 @@ def _read_samples(
     if not p:
         raise DataError(f"{record.folder} has no test samples of clients that trained; subgroups need some")
     return np.concatenate(p), np.concatenate(y), np.concatenate(units), np.concatenate(values)
+
+
+def compare_subgroups(records: Sequence[Record], column: str, metrics: Sequence[str], form: str) -> str:
+    """Render a row for each run, metric and subgroup of a column."""
+    head = ["method", "metric", column, "patients", "samples", "per cent", "95 % interval", "difference"]
+    body = [
+        [name, metric, *subgroup_cells(row)]
+        for record, name in zip(records, run_names(identities_of(records), unique=True), strict=True)
+        for metric in metrics or METRICS[:1]
+        for row in subgroup_tables(record, [column], metric)[column]
+    ]
+    return render_table(head, body, form)

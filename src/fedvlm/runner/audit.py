@@ -5,7 +5,8 @@ the start, exactly as it was; for a method of several rounds also the next one, 
 the recorded end.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from fedvlm import seeds, tensors
 from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.client import Task, TrainingTerms, World, predict
+from fedvlm.engines.client import ClientRows, Task, TrainingTerms, World, member_rows, predict
 from fedvlm.engines.loop import initial_state
 from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.privacy import mean_similarities, roc_auc_by_class, seeded_normal
+from fedvlm.parts.findings import finding_frozen, select_finding
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.load import Progress, load, shrink_for_smoke
@@ -59,21 +61,58 @@ def audit(
         done = Sequential(at).round(number, tasks).replies
         received = {task.id: as_received(at, number, task, done[task.id].upload or {}) for task in tasks}
         ids = [task.id for task in tasks]
-        of_sum = {"AUC span of sum": span_auc(at, ids, [received[id] for id in ids])}
-        of_sum["recovered from sum"] = recovered_from_sum(at, ids) if phase != "next" else None
+        views = problems_of(at)
+        received_by_view = [{id: view.select(upload) for id, upload in received.items()} for view in views]
+        pairs = list(zip(views, received_by_view, strict=True))
+        of_sum = {"AUC span of sum": _worst(span_auc(v.world, ids, [got[id] for id in ids]) for v, got in pairs)}
+        of_sum["recovered from sum"] = _worst(recovered_from_sum(v.world, ids) for v in views if phase != "next")
         for task in tasks:
-            sent = world.method.send(shared, task.id)
-            line: Line = {"training": chosen.name, "client": task.id, "exchange": phase}
-            line |= describe_upload(at, task.id, received)
-            line["AUC upload"] = upload_auc(at, task, received, blank)
-            line["AUC span"] = span_auc(at, [task.id], [received[task.id]])
-            is_attacked = phase != "next" and task.id in ids[:MAX_ATTACKED_CLIENTS]
-            line["recovered"] = recovered_from_upload(at, task.id) if is_attacked else None
+            id, sent = task.id, world.method.send(shared, task.id)
+            line: Line = {"training": chosen.name, "client": id, "exchange": phase}
+            line |= describe_upload(received[id]) | _count_covered(pairs, id)
+            line["AUC upload"] = _worst(upload_auc(v.world, v.task(task), got, v.select(blank)) for v, got in pairs)
+            line["AUC span"] = _worst(span_auc(v.world, [id], [got[id]]) for v, got in pairs)
+            is_attacked = phase != "next" and id in ids[:MAX_ATTACKED_CLIENTS]
+            line["recovered"] = _worst(recovered_from_upload(v.world, id) for v in views if is_attacked)
             line |= of_sum
-            line["AUC shared"] = loss_auc(world, sent, initial_local, task.id)
-            line["AUC personal"] = loss_auc(world, sent, local[task.id], task.id)
-            lines.append({**line, "epsilon": spent.get(task.id)})
+            for key, last in (("AUC shared", initial_local), ("AUC personal", local[id])):
+                line[key] = _worst(loss_auc(v.world, v.select(sent), v.select(last), id) for v in problems_of(world))
+            lines.append({**line, "epsilon": spent.get(id)})
     return lines
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One classification that is attacked: all of a run, or one finding of several per image."""
+
+    world: World
+    finding: int | None = None
+
+    def select(self, values: Tensors) -> Tensors:
+        return values if self.finding is None else select_finding(values, self.finding)
+
+    def task(self, task: Task) -> Task:
+        return replace(task, sent=self.select(task.sent), local=self.select(task.local_tensors))
+
+
+def problems_of(world: World) -> list[Problem]:
+    """Return the run as it is, or each finding as a problem of two classes on the samples whose label is known."""
+    if not world.frozen.multi_label:
+        return [Problem(world)]
+    method: Any = world.method
+    problems = []
+    for finding, y in enumerate(world.y.unbind(1)):
+        known = (y >= 0).numpy()
+        members = {
+            id: ClientRows(*(rows[known[rows]] for rows in member_rows(member))) for id, member in world.members.items()
+        }
+        frozen = finding_frozen(world.frozen, finding)
+        problems.append(Problem(replace(world, method=method.single, frozen=frozen, y=y, members=members), finding))
+    return problems
+
+
+def _worst(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _training(prepared: Prepared, name: str | None) -> Training:
@@ -133,14 +172,22 @@ def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) 
     return pipeline.decode(encoded, task.sent)
 
 
-def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> Line:
-    """Return the fields and bytes of an upload, and the samples of the smallest class in it."""
-    upload = received[id]
-    labels = world.y[torch.from_numpy(world.members[id].train)]
-    counts = torch.bincount(labels, minlength=len(world.frozen.classes))
-    covered = counts > 0
-    if isinstance(world.method, ClassStatistics):
-        covered &= world.method.covered_classes(upload)
+def _count_covered(pairs: Sequence[tuple[Problem, Mapping[str, Tensors]]], id: str) -> Line:
+    """Count the classes (of findings: present or absent) in an upload, and the samples of the smallest."""
+    sizes: list[int] = []
+    for problem, received in pairs:
+        world = problem.world
+        labels = world.y[torch.from_numpy(world.members[id].train)]
+        counts = torch.bincount(labels, minlength=len(world.frozen.classes))
+        covered = counts > 0
+        if isinstance(world.method, ClassStatistics):
+            covered &= world.method.covered_classes(received[id])
+        sizes += counts[covered].tolist()
+    return {"classes": len(sizes), "smallest class": min(sizes, default=None)}
+
+
+def describe_upload(upload: Tensors) -> Line:
+    """Return the fields and bytes of an upload."""
     return {
         "fields": {
             key: {
@@ -151,8 +198,6 @@ def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> L
             for key, value in upload.items()
         },
         "bytes": tensors.count_bytes(upload),
-        "classes": int(covered.sum()),
-        "smallest class": int(counts[covered].min()) if covered.any() else None,
     }
 
 

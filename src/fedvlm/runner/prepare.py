@@ -306,9 +306,8 @@ def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
 
 def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None) -> Frozen:
     """Build the frozen tensors from a manifest, a saved classifier or a site's reply; without towers."""
-    negative, multi_label = None, bool(about.get("multi_label"))
-    if multi_label and text is not None:
-        negative, text = text.unbind(1)  # (findings, 2, dim)
+    multi_label = bool(about.get("multi_label"))
+    text, negative = split_text(text, multi_label)
     size = tuple(about["classes"]), int(about["dim"]), float(about["scale"])
     return Frozen(*size, text, seed, None, None, descriptions, negative, multi_label)
 
@@ -318,6 +317,11 @@ def text_of(rows: Frozen | EmbeddedTable) -> Tensor | None:
     if rows.text is None or rows.negative_text is None:
         return rows.text
     return torch.stack([rows.negative_text, rows.text], dim=1)
+
+
+def split_text(text: Tensor | None, multi_label: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Invert `text_of`: return the text embeddings of images with and without each finding."""
+    return (text[:, 1], text[:, 0]) if multi_label and text is not None else (text, None)
 
 
 def template_of(rows: Frozen | EmbeddedTable) -> dict[str, str]:

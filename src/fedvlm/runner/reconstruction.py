@@ -20,7 +20,7 @@ from fedvlm.engines.loop import initial_state
 from fedvlm.engines.sequential import Sequential
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.privacy import roc_auc
-from fedvlm.methods import auto
+from fedvlm.methods import _logistic, auto
 
 MAX_REQUESTS = 490  # of a slab attack; a policy of `deploy init` allows 500 rounds
 STEEPNESS = 1e6  # logits for each unit of a projection
@@ -134,8 +134,7 @@ def recovered_from_sum(world: World, ids: Sequence[str]) -> float | None:
     gradient_at = _gradient_of(world, ids[1:]) if isinstance(world.method, auto.Auto) and len(ids) > 2 else None
     if gradient_at is None:
         return None
-    limit = auto.MAX_NORM_PER_CLASS * len(world.frozen.classes)
-    return _attack(world, ids[1:], gradient_at, limit if world.frozen.text is None else auto.MAX_HEAD_NORM)
+    return _attack(world, ids[1:], gradient_at, auto.max_head_norm(_logistic.zero_shot_head(world.frozen)))
 
 
 def _attack(world: World, ids: Sequence[str], gradient_at: GradientAt, limit: float) -> float:

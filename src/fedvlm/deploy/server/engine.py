@@ -134,13 +134,15 @@ class RemoteEngine(FlowerEngine):
         check_arrays(message)
         if message.header["releases"] > message.header["round"] + MAX_LOST_UPLOADS:
             raise FederationError("it reports more uploads than it can have sent")
-        counts, scores = self.counts[id], message.header["scores"]
+        counts, scores, opened = self.counts[id], message.header["scores"], self.sites[id].header
         held = counts["validation"] or counts["train"]
-        for part, expected in (("validation", held), ("test", counts["test"])):
-            if scores[f"{part}_rows"] not in (0, expected):
-                raise FederationError(
-                    f"it reports {scores[f'{part}_rows']} {part} samples, but {expected} when it opened the training"
-                )
+        # Known labels count with several findings per image, and groups where metrics are of groups.
+        n_labels = len(opened["classes"]) if opened.get("multi_label") else 1
+        is_exact = n_labels == 1 and self.spec["identity"].get("group_metrics", "image") == "image"
+        for part, n_samples in (("validation", held), ("test", counts["test"])):
+            n_scored, most = scores[f"{part}_rows"], n_labels * n_samples
+            if n_scored > most or (is_exact and n_scored not in (0, most)):
+                raise FederationError(f"it reports {n_scored} {part} samples, but {most} when it opened the training")
 
     def wait_for_sites(self) -> None:
         """Wait for the sites as long as the kit says, and open the training at each."""
@@ -248,7 +250,7 @@ class RemoteEngine(FlowerEngine):
             )
         if not header["scale"] > 0 or not header["classes"]:
             raise FederationError("the scale of its encoder, or its list of classes, is invalid")
-        shape = (len(header["classes"]), header["dim"])
+        shape = (len(header["classes"]), *([2] if header.get("multi_label") else []), header["dim"])
         for key, value in message.arrays.items():
             is_text = (key == "text" and value.shape == shape) or (key == "descriptions" and value.ndim == 3)
             if not (key.startswith("shared/") or is_text):
@@ -264,14 +266,16 @@ class RemoteEngine(FlowerEngine):
     def describe_difference(self, first: str, name: str) -> str | None:
         """Describe how two sites differ in encoder, classes or first tensors, or return None."""
         first_site, second_site = self.sites[first], self.sites[name]
-        for key in ("encoder", "classes", "dim", "scale", "local", "template"):
-            first_value, theirs = first_site.header.get(key, ""), second_site.header.get(key, "")
+        for key in ("encoder", "classes", "multi_label", "dim", "scale", "local", "template"):
+            first_value, theirs = (site.header.get(key, "") or "" for site in (first_site, second_site))
             if key == "encoder":
                 first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
             if not _is_close(first_value, theirs):
                 # Words of a site stay out of the record; numbers and fingerprints may enter it.
                 is_word = key in ("classes", "local", "template")
                 values = "" if is_word else f": {str(first_value)[:80]!r} and {str(theirs)[:80]!r}"
+                if key == "multi_label":
+                    key, values = "kind of labels", " (one class, or several findings per image)"
                 return f"sites {first} and {name} do not have the same {key}{values}; all sites need the same {key}"
         first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
         if (

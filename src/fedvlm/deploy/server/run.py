@@ -183,7 +183,14 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
     return replace(settings, method=trial.method, tune=())
 
 
-MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
+MANIFEST_FIELDS = (
+    "encoder",
+    "classes",
+    "multi_label",
+    "dim",
+    "scale",
+    "template",
+)  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
@@ -507,11 +514,12 @@ class LateJoin:
         return out
 
     def join_training(self, settings: Settings, training: Training, seed: int) -> Mapping[str, Any]:
-        record, method, name = self.run.record, settings.method, file_name(training, seed)
+        record, name = self.run.record, file_name(training, seed)
         if finished_scores(record, name) is None:
             raise SettingsError(f"{record.folder} is not finished; resume it: fedvlm deploy run")
         engine = self.run.open_training(settings, training, seed)
         self.check_compatible(engine)
+        method = self.run.make_terms(settings, engine, seed)[0].method
         sent = method.send(record.outcome(training.name, seed)[0], self.site)
         Ledger(self.run.kit.folder).add("out", method.rounds, sent, kind="join", site=self.site, run=record.folder.name)
         if isinstance(engine, SumEngine):

@@ -86,6 +86,7 @@ class SumEngine(RemoteEngine):
             dim=first.header["dim"],
             scale=first.header["scale"],
             template=first.header.get("template", ""),
+            multi_label=bool(first.header.get("multi_label")),
             tensors={name: hash_tensors({"": value}) for name, value in tensors.items()},
             members=tuple(Member(name=name, key=certificates[name].key) for name in names),
             session=token_hex(16),

@@ -13,6 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.messages import ReportedError, RequestRefused
 from fedvlm.deploy.operations import events
@@ -210,7 +212,8 @@ def describe_request(
     policy: Policy,
 ) -> dict[str, Any]:
     """Describe what a person is asked for; the upload is computed to see what it holds, and stays here."""
-    method, channel, world = settings.method, settings.channel, site_training.world
+    channel, world = settings.channel, site_training.world
+    method, groups = world.method, site_training.groups
     [id] = world.members
     shared, local = method.init(world.frozen)
     upload, _ = method.update(world.frozen, method.send(shared, id), local, make_client(world, id, 0))
@@ -221,7 +224,7 @@ def describe_request(
         **{"method": method.name, "does": method_sentence(method)},
         "leaves": {key: list(value.shape) for key, value in upload.items()},
         **{"bytes": count_bytes(upload), "verified": channel.verified, "scores": policy.score_detail},
-        **{"samples": len(site_training.labels), "groups": site_training.n_groups},
+        **{"samples": len(site_training.labels), "groups": None if groups is None else len(np.unique(groups))},
         "privacy": describe_cost(budget, policy, site_training.upload_cost * run["rounds"], run["rounds"]),
     }
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from fedvlm.core import ClassStatistics, Method, setting
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, Range, ranged_field, read_table
 from fedvlm.data.clients import Clients
-from fedvlm.deploy.messages import RequestRefused
+from fedvlm.deploy.messages import OPTIONAL_SCORES, RequestRefused
 from fedvlm.errors import FedVLMError
-from fedvlm.evaluate.metrics import METRICS
 from fedvlm.runner.experiment_files import read_toml
 from fedvlm.storage.files import read_json
 
@@ -67,8 +66,18 @@ class Policy:
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
     approvers: int = ranged_field(1, COUNT)  # who have to consent to the same plan
 
-    def admit(self, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
-        """Refuse a round before anything is computed. `labels` are those of the training samples."""
+    def admit(
+        self,
+        method: Method,
+        channel: Protection,
+        labels: NDArray[np.int64],
+        groups: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Refuse a round before anything is computed.
+
+        `labels` (samples,) or (samples, findings) are those of the training samples, and `groups` number their
+        patients, each of whom counts once.
+        """
         if not {ALL_METHODS, method.name} & set(self.methods):
             raise RequestRefused(
                 "method",
@@ -92,17 +101,20 @@ class Policy:
             raise RequestRefused("honest", most=self.honest)
         if not (self.plain or channel.verified or self.noise_multiplier or self.epsilon):
             raise RequestRefused("plain")
-        if len(labels) < self.min_samples:
+        if len(labels if groups is None else np.unique(groups)) < self.min_samples:
             raise RequestRefused("samples", least=self.min_samples)
         cannot = isinstance(method, ClassStatistics) and setting(method, "min_class_samples") is None
-        if cannot and len(self.small_classes(labels)):
+        if cannot and self.small_classes(labels, groups):
             raise RequestRefused("class", least=self.min_class_samples)
 
-    def small_classes(self, labels: NDArray[np.int64]) -> list[int]:
-        """Return the classes whose statistics stay here."""
-        counts = np.bincount(labels, minlength=1)
-        small_classes: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
-        return small_classes
+    def small_classes(self, labels: NDArray[np.int64], groups: NDArray[np.int64] | None = None) -> list[int]:
+        """Return the classes whose statistics stay here, or findings that too few images have or lack."""
+        columns = [labels == label for label in range(labels.max(initial=-1) + 1)]
+        if labels.ndim == 2:
+            columns = [np.stack([finding == 1, finding == 0], axis=1) for finding in labels.T]
+        units = np.arange(len(labels)) if groups is None else groups
+        counts = [[len(np.unique(units[has])) for has in column.reshape(len(labels), -1).T] for column in columns]
+        return [i for i, of in enumerate(counts) if any(0 < count < self.min_class_samples for count in of)]
 
     def with_min_class_samples(self, method: Method) -> Method:
         """Return the method with this site's minimum of samples per class, whatever the experiment says."""
@@ -134,7 +146,7 @@ class Policy:
         }
         if self.score_detail == "none":
             return dict.fromkeys(counts, 0)
-        rest = {key: scores[key] for key in ("loss", *METRICS[1:]) if key in scores}
+        rest = {key: scores[key] for key in OPTIONAL_SCORES if key in scores}
         if self.score_detail == "exact":
             return {**counts, **rest}
         for part in ("validation", "test"):

@@ -64,7 +64,7 @@ from fedvlm.engines.client import World, measure
 from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.runner.prepare import template_of
+from fedvlm.runner.prepare import template_of, text_of
 from fedvlm.runner.settings import build
 from fedvlm.runner.training import fit_calibration, fit_client_novelty
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
@@ -153,7 +153,7 @@ class Site:
         kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
         training = self._load_training(key, policy)
         site_training, world = self.site_trainings[key], training.world
-        policy.admit(world.method, world.channel, site_training.labels)
+        policy.admit(world.method, world.channel, site_training.labels, site_training.groups)
         if world.channel.verified:
             raise ReportedError("sum", "an upload of a verified sum was asked for without its session; nothing leaves")
         if policy.consent:
@@ -179,7 +179,7 @@ class Site:
         key = fields.training
         world = self._load_training(key, policy).world
         site_training = self.site_trainings[key]
-        policy.admit(world.method, world.channel, site_training.labels)
+        policy.admit(world.method, world.channel, site_training.labels, site_training.groups)
         if policy.consent:
             check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
             check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
@@ -262,7 +262,7 @@ class Site:
         stored = read_json(folder / "training.json") if (folder / "training.json").exists() else {}
         resumes = bool(opening) and stored.get("opening") == opening
         site_training = load_site_training(self.kit, settings, spec, sent.get("reference"), policy, resumes)
-        policy.admit(settings.method, settings.channel, site_training.labels)
+        policy.admit(settings.method, settings.channel, site_training.labels, site_training.groups)
         if policy.consent:
             self._check_consent(
                 spec, lambda: describe_request(spec, settings, site_training, self.budget, policy), policy
@@ -277,12 +277,13 @@ class Site:
         write_tensors(folder / "reference.safetensors", sent, {})
         self._register(key, site_training)
         frozen, member = site_training.world.frozen, site_training.world.members[self.kit.name]
-        shared, local = settings.method.init(frozen)
+        shared, local = site_training.world.method.init(frozen)
         is_sum = settings.channel.verified
         header = {
             **{name: request.header[name] for name in ECHOED_FIELDS},
             **{"client": self.kit.name, "opened": key, "encoder": public_encoder_name(site_training.encoder)},
             **{"classes": list(frozen.classes), "dim": frozen.dim, "scale": frozen.scale, "local": sorted(local)},
+            "multi_label": frozen.multi_label,
             # Members of a verified sum add up their counts, and tell nobody their own.
             "samples": {split: 0 if is_sum else len(getattr(member, split)) for split in SPLITS},
             **template_of(frozen),
@@ -294,10 +295,10 @@ class Site:
             rounds=settings.method.rounds,
             samples=len(member.train),
             validation=len(member.validation),
-            classes=len(set(site_training.labels.tolist())),
+            classes=site_training.n_classes,
         )
         first = {f"shared/{name}": value for name, value in shared.items()}
-        texts = {"text": frozen.text, "descriptions": frozen.descriptions if is_sum else None}
+        texts = {"text": text_of(frozen), "descriptions": frozen.descriptions if is_sum else None}
         first |= {name: value for name, value in texts.items() if value is not None}
         return Message(header, to_arrays(first))
 
@@ -342,7 +343,8 @@ class Site:
 
     def _log_suppressed_classes(self, site_training: SiteTraining, policy: Policy) -> None:
         """Log which classes are too small to upload; the server is not told."""
-        names = [site_training.world.frozen.classes[i] for i in policy.small_classes(site_training.labels)]
+        small = policy.small_classes(site_training.labels, site_training.groups)
+        names = [site_training.world.frozen.classes[i] for i in small]
         if names and isinstance(site_training.world.method, ClassStatistics):
             self.log_text(f"these classes have too few samples, so nothing of them is uploaded: {', '.join(names)}")
 

@@ -40,10 +40,9 @@ def choose_samples(
     if not path.exists():
         return ChosenSamples(rows)
     stored, about = read_tensors(path)
-    classes = list(rows.classes)
-    before = _by_class(classes, about["content"], stored["labels"].tolist())
-    now = _by_class(classes, rows.content, rows.labels.tolist())
-    changed = {name: len(before[name] ^ now[name]) for name in classes if before[name] != now[name]}
+    before = _by_class(rows.classes, about["content"], stored["labels"], stored.get("findings"))
+    now = _by_class(rows.classes, rows.content, *_labels_of(rows).values())
+    changed = {name: len(before[name] ^ now[name]) for name in now if before[name] != now[name]}
     if not changed:
         return ChosenSamples(rows, "unchanged")
     added = sum(len(now[name] - before[name]) for name in changed)
@@ -62,26 +61,39 @@ def choose_samples(
     return ChosenSamples(_restore(rows, stored, about), "kept", note)
 
 
-def _by_class(classes: Sequence[str], content: Sequence[str], labels: Sequence[int]) -> dict[str, set[str]]:
-    samples: dict[str, set[str]] = {name: set() for name in classes}
-    for digest, label in zip(content, labels, strict=True):
-        samples[classes[label]].add(digest)
-    return samples
+def _by_class(
+    classes: Sequence[str], content: Sequence[str], labels: torch.Tensor, findings: torch.Tensor | None = None
+) -> dict[str, set[str]]:
+    """Return the samples of each class, or those with and without each finding."""
+    if findings is None:
+        members = {name: labels == number for number, name in enumerate(classes)}
+    else:
+        values = findings[labels].unbind(1)
+        members = {name: column == 1 for name, column in zip(classes, values, strict=True)}
+        members |= {f"no {name}": column == 0 for name, column in zip(classes, values, strict=True)}
+    digests = np.array(content)
+    return {name: set(digests[flags.numpy()].tolist()) for name, flags in members.items()}
+
+
+def _labels_of(rows: EmbeddedTable) -> dict[str, torch.Tensor]:
+    """Return the labels as tensors, and what they mean if an image may have several findings."""
+    columns = {"labels": rows.labels} | ({} if rows.findings is None else {"findings": rows.findings})
+    return {key: torch.from_numpy(column) for key, column in columns.items()}
 
 
 def _restore(rows: EmbeddedTable, stored: Mapping[str, Any], about: Mapping[str, Any]) -> EmbeddedTable:
     """Return the stored samples; embeddings of removed images come from the file."""
     place = {digest: row for row, digest in enumerate(rows.content)}
-    labels = stored["labels"].numpy()
+    labels = {key: stored[key].numpy() for key in ("labels", "findings") if key in stored}
     columns: dict[str, Any] = {name: np.array(about[name], dtype=object).astype(str) for name in COLUMNS}
     if all(digest in place for digest in about["content"]):
         index = np.array([place[digest] for digest in about["content"]], dtype=np.int64)
-        return rows.select(index, labels=labels, fingerprint=about["fingerprint"], **columns)
+        return rows.select(index, **labels, fingerprint=about["fingerprint"], **columns)
     if rows.patches is not None or rows.images is not None:
         raise ReportedError("data", "images of the last run were removed, and this method needs them; restore them")
     columns["groups"] = None if about["groups"] is None else np.array(about["groups"], dtype=object).astype(str)
     columns |= {name: about[name] for name in ("content", "fingerprint")}
-    return replace(rows, x=stored["x"], labels=labels, **columns)
+    return replace(rows, x=stored["x"], subgroups={}, **labels, **columns)
 
 
 def keep_samples(folder: Path, rows: EmbeddedTable) -> None:
@@ -89,4 +101,4 @@ def keep_samples(folder: Path, rows: EmbeddedTable) -> None:
     about = {name: np.asarray(getattr(rows, name)).tolist() for name in COLUMNS}
     about |= {"content": list(rows.content), "fingerprint": rows.fingerprint}
     about["groups"] = None if rows.groups is None else np.asarray(rows.groups).tolist()
-    write_tensors(folder / SAMPLES_FILE, {"x": rows.x, "labels": torch.from_numpy(rows.labels)}, about)
+    write_tensors(folder / SAMPLES_FILE, {"x": rows.x, **_labels_of(rows)}, about)

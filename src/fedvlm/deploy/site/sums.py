@@ -75,7 +75,7 @@ from fedvlm.engines.flower.client import describe_local, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
-from fedvlm.runner.prepare import template_of
+from fedvlm.runner.prepare import split_text, template_of, text_of
 from fedvlm.storage.files import read_json, read_tensors, write_json, write_tensors
 
 HISTORY_FILE = "sums.json"  # in `state`: members and samples of the sums that this site took part in
@@ -236,6 +236,7 @@ class SumMember:
             "encoder": encoder_fingerprint(site_training.encoder),
             "dim": frozen.dim,
             "template": template_of(frozen).get("template", ""),
+            "multi_label": frozen.multi_label,
         }
         expected = plan_of_spec(spec, **facts)
         for name in ("training", "identity", "classes", "seed", *facts):
@@ -424,7 +425,7 @@ class _Step:
         else:
             total, _ = open_sum(vectors.values(), own.layout, is_total(settings))
             before = {key[6:]: value for key, value in stored.items() if key.startswith("state/")}
-            check_same_state(next_state(settings, before, total, plan.member_names), state)
+            check_same_state(next_state(settings, before, total, plan.member_names, plan.multi_label), state)
         counts, _ = read_tensors(self.session.folder / "counts.safetensors")
         self._check_counts(counts)
         return state, hash_statements(statements), class_limits(self.world.method, self.world.frozen.dim, counts)
@@ -433,8 +434,9 @@ class _Step:
         """Refuse counts that no members can have, as a wrong mask would give."""
         n, limit = len(self.session.plan.members), self.world.channel.max_samples
         is_valid = bool((counts["counts"] >= 0).all() and (counts["members"] >= 0).all())
-        is_valid &= int(counts["members"].max()) <= n and 0 <= int(counts["samples"]) <= n * limit
-        if not is_valid or int(counts["counts"].max()) > int(counts["samples"]):
+        samples = counts["samples"]
+        is_valid &= int(counts["members"].max()) <= n and bool(((samples >= 0) & (samples <= n * limit)).all())
+        if not is_valid or bool((counts["counts"].amax(-1) > samples).any()):
             raise ReportedError("sum", "the summed counts are not plausible; a member sent a wrong mask or upload")
 
     def _stored(self, number: int, identity: Mapping[str, Any]) -> tuple[UploadStatement, Tensors, bool] | None:
@@ -485,14 +487,16 @@ def summed_scores(scores: Mapping[str, Any], policy: Policy) -> torch.Tensor:
 
 def plan_tensors(world: World) -> Tensors:
     """Return what a plan holds of class texts and reference samples."""
-    own = {"text": world.frozen.text, "descriptions": world.frozen.descriptions}
+    own = {"text": text_of(world.frozen), "descriptions": world.frozen.descriptions}
     own["reference"] = world.reference_x if len(world.reference) else None
     return {name: value for name, value in own.items() if value is not None}
 
 
 def frozen_of_plan(plan: Plan, given: Tensors, frozen: Frozen) -> Frozen:
+    text, negative = split_text(given.get("text"), plan.multi_label)
+    descriptions = given.get("descriptions")
     return replace(
-        frozen, scale=plan.scale, seed=plan.seed, text=given.get("text"), descriptions=given.get("descriptions")
+        frozen, scale=plan.scale, seed=plan.seed, text=text, negative_text=negative, descriptions=descriptions
     )
 
 
@@ -501,14 +505,22 @@ def plan_frozen(session: Session, frozen: Frozen) -> Frozen:
 
 
 def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
-    """Return a hash of every sample that the site uses, by class."""
+    """Return a hash of every sample that the site uses, by class, or by finding and whether it is present."""
     member, out = world.members[name], dict[str, list[str]]()
     for rows in (member.train, member.validation, member.test):
         x, y = world.read(rows), world.y[torch.from_numpy(rows)]
         for sample, label in zip(x, y.tolist(), strict=True):
             digest = sha256(sample.contiguous().numpy().tobytes()).hexdigest()[:16]
-            out.setdefault(world.frozen.classes[label], []).append(digest)  # the server chooses the classes' order
+            for key in label_keys(label, world.frozen.classes):
+                out.setdefault(key, []).append(digest)
     return {name: sorted(out[name]) for name in sorted(out)}
+
+
+def label_keys(label: int | list[int], classes: Sequence[str]) -> list[str]:
+    """Name what a label says: its class, or each known finding; the server chooses the order of the classes."""
+    if isinstance(label, int):
+        return [classes[label]]
+    return [f"{name} {value}" for name, value in zip(classes, label, strict=True) if value >= 0] or ["unknown"]
 
 
 def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:

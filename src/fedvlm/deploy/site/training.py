@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvlm.core import make
 from fedvlm.data.partition import ClientSplit
-from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, relabel
+from fedvlm.data.table import Dataset, EmbeddedTable, align_labels, match_classes
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import ReportedError, normalise_class_name, training_key
 from fedvlm.deploy.site.ledger import upload_cost
@@ -22,7 +22,17 @@ from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.manifest import provenance
-from fedvlm.runner.prepare import Prepared, check_samples, frozen_of, prepare, prepare_client, with_calibration
+from fedvlm.runner.prepare import (
+    Prepared,
+    check_samples,
+    frozen_of,
+    group_numbers,
+    label_tensor,
+    method_for,
+    prepare,
+    prepare_client,
+    with_calibration,
+)
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 
@@ -32,14 +42,19 @@ PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
 @dataclass(frozen=True)
 class SiteTraining:
     world: World
-    labels: NDArray[np.int64]  # of the training rows
+    labels: NDArray[np.int64]  # (samples,) or (samples, findings) of the training samples
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
     origin: Mapping[str, Any]  # of the classifier, for its card: settings, data and code
     spec: Mapping[str, Any]  # as the server sent it
     is_trial: bool = False  # of a tuning search: it has no test samples and leaves no classifier
     samples: ChosenSamples | None = None  # of all splits, and how they differ from those of the last run
-    n_groups: int | None = None  # patients of the training samples, if the data name them
+    groups: NDArray[np.int64] | None = None  # (samples,) number of the patient of each, if the data name them
+
+    @property
+    def n_classes(self) -> int:
+        """Count the classes of the training samples, or the findings that some of them have."""
+        return int((self.labels == 1).any(0).sum()) if self.labels.ndim == 2 else len(np.unique(self.labels))
 
     @property
     def upload_cost(self) -> float:
@@ -63,11 +78,6 @@ def load_site_training(
     if not kit.plays:
         policy.check_partition(settings.clients)
     rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, spec["classes"])
-    if rows.findings is not None:
-        raise DataError(
-            f"the data of {kit.name} have several findings per image, which run in a simulation only so far; give each "
-            "image one class"
-        )
     chosen = None
     if not kit.plays:
         has_noise = upload_cost(settings.method, settings.channel, len(rows.labels)) > 0
@@ -92,12 +102,20 @@ def load_site_training(
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     train = prepared.partition.clients[id].train
-    labels = rows.labels[train]
+    groups = group_numbers(rows)
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
-    groups = None if rows.groups is None else rows.groups[train].tolist()
-    n_groups = None if groups is None else len({*groups} - {""}) + groups.count("")  # one without a name is its own
-    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, chosen, n_groups)
+    return SiteTraining(
+        world,
+        label_tensor(rows).numpy()[train],
+        rows.encoder,
+        title,
+        origin,
+        spec,
+        trial,
+        chosen,
+        None if groups is None else groups.numpy()[train],
+    )
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
@@ -164,15 +182,14 @@ def load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> E
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
         return align_stored_classes(load(alone, ignore_progress)[0], classes, kit.name)
     source = {**kit.source}
-    if "templates" in settings.source:
-        source["templates"] = settings.source["templates"]
+    source |= {key: settings.source[key] for key in ("templates", "negative_templates") if key in settings.source}
     dataset = open_data(kit.data, source)
     encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
-    dataset = replace(dataset, classes=tuple(classes), labels=_map_labels(dataset, classes, kit.name))
+    dataset = replace(dataset, classes=tuple(classes), **_map_labels(dataset, classes, kit.name))
     return embed_dataset(settings, dataset, encoder, ignore_progress)[0]
 
 
-def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> NDArray[np.int64]:
+def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> dict[str, Any]:
     """Map the site's labels to the experiment's classes; a site need not have every class."""
     number = np.array(match_classes(dataset.classes, classes), dtype=np.int64)
     if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
@@ -182,7 +199,7 @@ def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str)
             f"{join_names(classes)}",
             count=len(strange),
         )
-    return relabel(dataset.labels, number)
+    return align_labels(dataset, number.tolist(), len(classes))
 
 
 def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> EmbeddedTable:
@@ -195,7 +212,8 @@ def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> 
             "or add the class to the store"
         )
     order = [] if rows.text is None else [held.index(name) for name in classes]
-    return replace(rows, classes=tuple(classes), labels=labels, text=None if rows.text is None else rows.text[order])
+    text, negative = (None if of is None else of[order] for of in (rows.text, rows.negative_text))
+    return replace(rows, classes=tuple(classes), text=text, negative_text=negative, **labels)
 
 
 def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
@@ -218,7 +236,7 @@ def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> di
     scores = {"samples": measured["validation_rows"], "federated": federated}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
         return {**scores, "alone": "?", "advice": "not compared"}  # its samples are patches or pixels
-    probe = replace(world, method=make("alone"))
+    probe = replace(world, method=method_for(make("alone"), world.frozen))
     nothing, initial_local = probe.method.init(probe.frozen)
     adapted = probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))
     alone = measure(probe, nothing, adapted, id)["validation_hits"]

@@ -40,6 +40,7 @@ from fedvlm.report.runs import (
     run_label,
     run_names,
 )
+from fedvlm.report.subgroups import subgroup_tables
 from fedvlm.report.tables import MAIN_COLUMNS, format_cell, read_audit
 
 CURVE_KEYS = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
@@ -139,6 +140,7 @@ def _run_model(record: Record, trainings: Trainings) -> dict[str, Any]:
         "outlier_warnings": record.outlier_warnings,
         "outliers": outlier_history(lines),
         "audit": read_audit(record),
+        "subgroups": subgroup_tables(record),
         "channel": {k: v for k, v in record.manifest["identity"]["channel"].items() if channel[k] != v},
     }
 

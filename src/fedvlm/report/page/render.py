@@ -19,6 +19,7 @@ from fedvlm.report.charts import BubbleChart, Chart, Series
 from fedvlm.report.page.model import FEDERATED, build_model, run_kind
 from fedvlm.report.page.svg import draw_bubbles, draw_chart, draw_outliers, draw_positions, line_class
 from fedvlm.report.runs import Model, differing_settings, model_json
+from fedvlm.report.subgroups import subgroup_cells, subgroup_charts
 from fedvlm.report.tables import AUDIT_COLUMNS, format_cell
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, write_file
 
@@ -52,7 +53,7 @@ def write_model(model: Model, out: Path) -> Path:
 def render_page(model: Model) -> str:
     """Render a model; the functions that the template calls are passed to it by name."""
     sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
-    sections += [round_figures, calibration_figures, diagnostic_figures]
+    sections += [round_figures, calibration_figures, diagnostic_figures, subgroup_figures]
     return open_template("report.html").render(
         audit_columns=AUDIT_COLUMNS,
         **page_shell(),
@@ -77,6 +78,7 @@ def open_template(name: str, package: str = "fedvlm.report.page") -> "Template":
     }
     env = Environment(loader=ChoiceLoader(loaders), **options)
     env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
+    env.filters.update(subgroup_cells=subgroup_cells)
     env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
     return env.get_template(name)
 
@@ -318,6 +320,12 @@ def calibration_figures(model: Model) -> dict[str, list[Markup]]:
         drawn += charts.ranking_charts(ranked) if ranked else []
         out[group] = [draw_chart(chart) for chart in (*drawn, charts.decision_chart(summaries))]
     return out
+
+
+def subgroup_figures(model: Model) -> list[Markup]:
+    """Draw the AUC of each subgroup and run with its interval."""
+    tables = [(run["name"], run.get("subgroups") or {}) for run in model["runs"]]
+    return [draw_chart(chart) for chart in subgroup_charts(tables)]
 
 
 def diagnostic_figures(model: Model) -> list[Markup]:

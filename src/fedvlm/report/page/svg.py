@@ -115,7 +115,11 @@ class Axes:
         points = [self.place(*point) for point in series.points]
         sizes = series.sizes or ((0.3,) * len(points) if self.chart.kind == "dots" or len(points) == 1 else ())
         out = Markup("")
-        if series.band:
+        if series.band and self.chart.kind == "dots":
+            for x, low, high in series.band:
+                ends = format_points([self.place(x, low), self.place(x, high)])
+                out += Markup(f'<polyline class="line {colour}" {run} points="{ends}"/>')
+        elif series.band:
             edge = [self.place(x, high) for x, _, high in series.band]
             edge += [self.place(x, low) for x, low, _ in reversed(series.band)]
             out += Markup(f'<polygon class="band {colour}" {run} points="{format_points(edge)}"/>')
