@@ -9,16 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import (
-    UNLABELLED,
-    EmbeddedTable,
-    check_class_names,
-    check_scale,
-    describe_bad_row,
-    encode_findings,
-    sort_class_names,
-    string_column,
-)
+from fedvlm.data import table
 from fedvlm.errors import DataError, join_names
 
 IN_MEMORY = "memory"  # the name of the data set and of the encoder
@@ -33,7 +24,7 @@ def are_arrays(clients: Any) -> bool:
 
 def from_arrays(
     clients: Mapping[str, Sequence[Any]], classes: Sequence[str] | None = None, text: Any = None, scale: float = 100.0
-) -> EmbeddedTable:
+) -> table.EmbeddedTable:
     """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 
     A third array of a client are embeddings of its samples without a label.
@@ -64,8 +55,8 @@ def from_arrays(
     if is_multi:
         matrix = _join_findings(labels_by_client, classes)
         class_names = tuple(map(str, classes or [f"finding {number}" for number in range(matrix.shape[1])]))
-        check_class_names("classes", class_names)
-        labels, findings = encode_findings("clients", matrix, class_names)
+        table.check_class_names("classes", class_names)
+        labels, findings = table.encode_findings("clients", matrix, class_names)
     else:
         if classes is None:  # otherwise numbers and names both refer to them
             _check_same_kind(labels_by_client)
@@ -79,23 +70,23 @@ def from_arrays(
             "per image; give these samples in x, and NaN (unknown) in y"
         )
     x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
-    labels = np.concatenate([labels, np.full(len(x) - len(labels), UNLABELLED)])
+    labels = np.concatenate([labels, np.full(len(x) - len(labels), table.UNLABELLED)])
     by_client: list[tuple[str, Any]] = [*labels_by_client.items(), *unlabelled.items()]
-    owners = string_column([id for id, rows in by_client for _ in rows], len(x))
+    owners = table.string_column([id for id, rows in by_client for _ in rows], len(x))
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
     content_of += [] if findings is None else [sha256(findings.tobytes()).hexdigest()]
-    return EmbeddedTable(
+    return table.EmbeddedTable(
         name=IN_MEMORY,
         classes=class_names,
         x=x,
         labels=labels,
         domains=owners,
         clients=owners,
-        splits=string_column(None, len(x)),
+        splits=table.string_column(None, len(x)),
         content=content,
-        scale=check_scale(IN_MEMORY, scale),
+        scale=table.check_scale(IN_MEMORY, scale),
         text=text_vectors[:, 1] if is_multi and text_vectors is not None else text_vectors,
         patches=None,
         encoder=IN_MEMORY,
@@ -148,7 +139,7 @@ def _unit(context: str, values: Tensor) -> Tensor:
     is_sound = lengths.isfinite() & (lengths > 0)
     if not is_sound.all():
         row = int((~is_sound).flatten().nonzero()[0])
-        raise DataError(f"{context}: row {row} {describe_bad_row(values[row])}; leave it out")
+        raise DataError(f"{context}: row {row} {table.describe_bad_row(values[row])}; leave it out")
     out: Tensor = (x / lengths).float().contiguous()
     return out
 
@@ -163,8 +154,8 @@ def _class_names(
         if all_labels.dtype.kind in "iu" and all_labels.min() >= 0:
             names = tuple(map(str, range(int(all_labels.max()) + 1 if text is None else len(text))))
         else:
-            names = tuple(sort_class_names(map(str, all_labels.tolist())))
-    check_class_names("classes", names)
+            names = tuple(table.sort_class_names(map(str, all_labels.tolist())))
+    table.check_class_names("classes", names)
     return names
 
 

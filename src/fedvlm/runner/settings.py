@@ -10,16 +10,7 @@ from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel, with_found_noise
 from fedvlm.channel.verified import check_verified
-from fedvlm.core import MIN_CLASS_SAMPLES, Method, check_class_weights, is_method, make, setting
-from fedvlm.core.schema import (
-    NON_NEGATIVE,
-    POSITIVE_FRACTION,
-    check_ranges,
-    check_settings,
-    list_field,
-    ranged_field,
-    read_table,
-)
+from fedvlm.core import MIN_CLASS_SAMPLES, Method, check_class_weights, is_method, make, schema, setting
 from fedvlm.data.clients import Clients
 from fedvlm.engines.client import Attack, GroupRule, Kind
 from fedvlm.errors import SettingsError, unknown_name
@@ -49,19 +40,23 @@ class Settings:
     protocol: str = "leave-one-domain-out"  # who trains, and on which samples each is tested
     selection: Literal["last", "validation", "oracle"] = "last"  # the reported round; oracle looks at test samples
     group_metrics: GroupRule = "image"  # "mean" or "max": score each patient or slide by its images' logits
-    subgroups: tuple[str, ...] = list_field()  # columns of the data to report metrics by, as sex; never leave a site
+    subgroups: tuple[str, ...] = (
+        schema.list_field()
+    )  # columns of the data to report metrics by, as sex; never leave a site
     ordered: bool = False  # the classes are grades in this order: kappa is weighted by the squared distance
     seeds: tuple[int, ...] = (0,)  # a list: all trainings are done once per seed
-    tune: tuple[str, ...] = list_field()  # settings of the method to tune on validation samples, as lr
-    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the training clients in each round, at least one
-    counts: tuple[int, ...] = list_field()  # cross-device: how many clients train
+    tune: tuple[str, ...] = schema.list_field()  # settings of the method to tune on validation samples, as lr
+    fraction: float = schema.ranged_field(
+        1.0, schema.POSITIVE_FRACTION
+    )  # of the training clients in each round, at least one
+    counts: tuple[int, ...] = schema.list_field()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    target: tuple[str, ...] = list_field()  # source-target: domains or clients that are only tested on; each
+    target: tuple[str, ...] = schema.list_field()  # source-target: domains or clients that are only tested on; each
     global_test: bool = False  # own-test: also test the shared model on the test samples of all
     centralised: bool = False  # train on the pooled samples of all clients, without a federation
     engine: Literal["batched", "single", "flower"] = "batched"  # clients at once, one by one, or by messages
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method computes
-    workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
+    workers: int = schema.ranged_field(0, schema.NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
     transductive: bool = False  # also learn from the clients' test images, without their labels
     allow_small: bool = False  # also upload class statistics of few samples
     smoke: bool = False  # a short run: about 600 samples, 3 rounds, 10 clients, the first seed
@@ -71,7 +66,7 @@ class Settings:
     attack_strength: float = 0.0  # 0: the default of the attack
     purpose: str = ""  # what a deployed run is for, as its sites' people read it; only recorded
     contact: str = ""  # whom they can ask; only recorded
-    reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
+    reproduces: tuple[str, ...] = schema.list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
     protocol_settings: dict[str, Any] = field(default_factory=dict)  # those that only the protocol has, as given
 
     def rules(self) -> Rules:
@@ -126,9 +121,9 @@ def build(values: Mapping[str, Any]) -> Settings:
     nested = {key: read(values[key]) for key, read in NESTED_READERS.items() if key in values}
     if given := {key: value for key, value in values.items() if key in own}:
         protocol = values.get("protocol", Settings.protocol)
-        nested["protocol_settings"] = check_settings(protocol, given, protocols.protocols()[protocol])
+        nested["protocol_settings"] = schema.check_settings(protocol, given, protocols.protocols()[protocol])
     plain = {key: value for key, value in values.items() if key not in NESTED_READERS and key not in own}
-    return _check_combination(read_table(Settings, "", plain, **nested))
+    return _check_combination(schema.read_table(Settings, "", plain, **nested))
 
 
 def _refuse_unknown(key: str, method: Any, setting_names: Iterable[str]) -> None:
@@ -218,7 +213,7 @@ def read_method(value: Any) -> Method:
     if isinstance(value, str):
         return make(value)
     if is_method(value):
-        check_ranges(value.name, value)
+        schema.check_ranges(value.name, value)
         return value
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
@@ -257,11 +252,11 @@ def read_clients(value: Any) -> Clients:
     """Return how samples become clients, from a table of settings or the name of a partition."""
     if isinstance(value, Clients):
         return value
-    return read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
+    return schema.read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
 
 
 def read_channel(value: Any) -> Channel:
-    return value if isinstance(value, Channel) else read_table(Channel, "channel", value)
+    return value if isinstance(value, Channel) else schema.read_table(Channel, "channel", value)
 
 
 NESTED_READERS: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
