@@ -170,9 +170,7 @@ class TrainingTraits:
     client_count: str | None = documented(None, "name of a shared tensor that holds how many clients there are")
     reference: Literal["public", "target"] | None = documented(None, "samples of `batch.reference` (a setting)")
     unlabelled: bool = documented(False, "a client's own samples without a label come as `client.unlabelled`")
-    tunable: tuple[str, ...] | None = documented(
-        None, "settings worth tuning on validation samples; None: `lr`, where there is a `loss`"
-    )
+    tunable: tuple[str, ...] | None = documented(None, "settings worth tuning; None: `lr`, where there is a `loss`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +189,9 @@ class ClassTraits:
     """How a method treats single classes."""
 
     fixed: bool = documented(False, "local tensors name classes, so that the method cannot learn a new class")
-    min_class_samples: int | None = documented(
-        None, "samples a class must have at a client for its statistics to be uploaded (a setting)"
-    )
+    min_class_samples: int | None = documented(None, "samples that a class must have to be uploaded (a setting)")
     min_class_clients: int | None = documented(None, "clients that must have a class before any uploads it (a setting)")
-    multi_label: bool = documented(
-        False, "it may train several findings per image, as one binary problem for each (`parts.per_finding`)"
-    )
+    multi_label: bool = documented(False, "it may train several findings per image, each as a binary problem")
 
 
 @dataclass(frozen=True, kw_only=True)
