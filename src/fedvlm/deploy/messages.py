@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from fedvlm.data.splits import SPLITS
 from fedvlm.data.table import to_nfc
@@ -23,11 +24,6 @@ from fedvlm.evaluate import findings
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.protocols import Training
 from fedvlm.runner.settings import MAX_STATEMENT_CHARS, Settings
-
-try:
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-except ImportError as error:
-    raise SettingsError("a deployment needs the package pydantic; pip install 'fedvlm[flower]'") from error
 
 PROTOCOL = 1  # raised when a change of the messages makes two versions of fedvlm unable to talk
 MAX_COUNT = 10**9  # rounds, samples, classes, dimensions

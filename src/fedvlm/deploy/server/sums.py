@@ -112,10 +112,9 @@ class SumEngine(RemoteEngine):
         statements, vectors = self._collect("sum", number, header, arrays, expected)
         layout = statements[self.plan.member_names[0]].layout
         total, scores = open_sum(vectors.values(), layout, is_total(self.plan.settings))
-        done = {
-            name: ClientReply({}, RemoteState(number + 1), dict.fromkeys(SCORE_COUNTS, 0), 1, {}, is_encoded=True)
-            for name in self.plan.member_names
-        }
+        none = dict.fromkeys(SCORE_COUNTS, 0)
+        reply = ClientReply({}, RemoteState(number + 1), none, 1, {}, is_encoded=True)
+        done = dict.fromkeys(self.plan.member_names, reply)
         return RoundReplies(done, decoded_sum=total, min_clients=len(done), line=mean_of_scores(scores))
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:

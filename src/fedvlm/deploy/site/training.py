@@ -160,13 +160,9 @@ def with_reference(world: World, reference: Tensor | None) -> World:
             f"the server's reference samples have shape {tuple(reference.shape[1:])}, this site's "
             f"{tuple(world.x.shape[1:])}; make the reference with the same encoder"
         )
-    rows = len(world.x)
-    return replace(
-        world,
-        x=torch.cat([world.x, reference.to(world.x.dtype)]),
-        y=torch.cat([world.y, world.y.new_full((len(reference),), -1)]),
-        reference=np.arange(rows, rows + len(reference)),
-    )
+    rows, unlabelled = len(world.x), world.y.new_full((len(reference),), -1)
+    x, y = torch.cat([world.x, reference.to(world.x.dtype)]), torch.cat([world.y, unlabelled])
+    return replace(world, x=x, y=y, reference=np.arange(rows, rows + len(reference)))
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
