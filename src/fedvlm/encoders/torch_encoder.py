@@ -1,15 +1,10 @@
 """Base of encoders that compute with torch: on the CPU in float32, or on a GPU in float16."""
 
-<<<<<<< HEAD
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-=======
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
->>>>>>> main
 from typing import Any
 
 import numpy as np
@@ -48,19 +43,15 @@ class TorchEncoder:
     def dtype(self) -> str:
         return "float16" if self.half else "float32"
 
-<<<<<<< HEAD
     def describe_weights(self, kind: str, weights: Mapping[str, Any], **more: str) -> dict[str, str]:
         """Return the identity of an encoder with these weights."""
         preprocess = json.dumps(self.preprocess.identity(), sort_keys=True)
         return {"kind": kind, "weights": weights_hash(weights), "dtype": self.dtype, "preprocess": preprocess, **more}
 
-    def halved(self) -> torch.autocast:
-=======
     def halved(self) -> "torch.autocast | OneDnnLinear":
         """Return the context that the model computes in."""
         if not self.half and has_slow_mkl():
             return OneDnnLinear()
->>>>>>> main
         return torch.autocast(self.device.type, torch.float16, enabled=self.half)
 
     def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
