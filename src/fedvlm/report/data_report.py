@@ -164,14 +164,9 @@ def federation_gains(prepared: Prepared) -> dict[str, dict[str, Any]]:
             difference = correct[0].astype(np.float64) - correct[1]
             mean, half_width = float(difference.mean()), Z_95 * float(difference.std()) / len(index) ** 0.5
             verdict = "likely" if mean - half_width > 0 else "unlikely" if mean + half_width < 0 else "unclear"
-            out[id] = {
-                "samples": len(index),
-                "federated": float(correct[0].mean()),
-                "alone": float(correct[1].mean()),
-                "difference": mean,
-                "half_width": half_width,
-                "helps": verdict,
-            }
+            federated, alone = (float(of_method.mean()) for of_method in correct)
+            out[id] = {"samples": len(index), "federated": federated, "alone": alone, "helps": verdict}
+            out[id] |= {"difference": mean, "half_width": half_width}
     return out
 
 
@@ -196,13 +191,8 @@ def measure_images(
         progress("reading images", number + 1, len(members))
         if sizes:
             width, height = np.median(np.array(sizes), axis=0).astype(int).tolist()
-            out[id] = {
-                "measured": len(sizes),
-                "size": f"{width} x {height}",
-                "n_sizes": len(set(sizes)),
-                "mean": float(np.mean(means)),
-                "contrast": float(np.mean(stds)),
-            }
+            out[id] = {"measured": len(sizes), "size": f"{width} x {height}", "n_sizes": len(set(sizes))}
+            out[id] |= {"mean": float(np.mean(means)), "contrast": float(np.mean(stds))}
     return out
 
 

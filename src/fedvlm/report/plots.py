@@ -311,12 +311,8 @@ def overlay_patches(axis: Any, image: Any, values: Any, low: float, high: float)
 
 
 def legend(axis: Any, explained: Explanation) -> None:
-    lines = [
-        ("class", explained.name),
-        ("client", explained.client),
-        ("probability", f"{explained.probability:.1%}"),
-        ("answer", explained.likeliest),
-    ]
+    lines = [("class", explained.name), ("client", explained.client)]
+    lines += [("probability", f"{explained.probability:.1%}"), ("answer", explained.likeliest)]
     for place, (word, value) in enumerate(lines):
         y = 0.9 - 0.24 * place
         axis.text(0.02, y, word, fontsize=8, color=MUTED_COLOUR, transform=axis.transAxes, va="center")
