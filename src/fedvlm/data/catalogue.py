@@ -84,8 +84,7 @@ def catalogue() -> dict[str, Entry]:
 def _read_catalogue() -> None:
     for name, fields in tomllib.loads((FOLDER / "catalogue.toml").read_text(encoding="utf-8")).items():
         templates = fields.get("templates", "picture")
-        known = {"picture": PICTURE, "photo": PHOTO}
-        fields["templates"] = known[templates] if isinstance(templates, str) else templates
+        fields["templates"] = {"picture": PICTURE, "photo": PHOTO}[templates] if type(templates) is str else templates
         fields["classes"] = class_names(fields.get("classes", name))
         if "place" in fields:
             fields["place"] = str(FOLDER / fields["place"])

@@ -57,8 +57,7 @@ def draw_runs(kind: str, results: Sequence[Record], out: str | Path, **given: An
 def run_charts(kind: str, results: Sequence[Record], options: PlotOptions) -> list[Chart]:
     """Return the charts of a kind of plot."""
     if kind in ("reliability", "decision"):
-        build = charts.reliability_chart if kind == "reliability" else charts.decision_chart
-        return charts.client_charts(results, options, build)
+        return charts.client_charts(results, options, getattr(charts, f"{kind}_chart"))
     if kind == "subgroups":
         names = run_names(identities_of(results))
         tables = [subgroup_tables(result, options.columns) for result in results]

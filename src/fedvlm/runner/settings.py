@@ -255,15 +255,11 @@ def read_clients(value: Any) -> Clients:
     return schema.read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
 
 
-def read_channel(value: Any) -> Channel:
-    return value if isinstance(value, Channel) else schema.read_table(Channel, "channel", value)
-
-
 NESTED_READERS: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
     "method": read_method,
     "warm_start": lambda value: None if value is None else read_method(value),
     "clients": read_clients,
-    "channel": read_channel,
+    "channel": lambda value: value if isinstance(value, Channel) else schema.read_table(Channel, "channel", value),
 }
 
 

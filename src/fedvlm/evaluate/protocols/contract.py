@@ -98,20 +98,17 @@ def make_protocol(name: str, **settings: Any) -> Rules:
         load_outside(GROUP)
     if name not in PROTOCOLS:
         raise unknown_name("protocol", name, PROTOCOLS)
-    setting_names = {entry.name for entry in fields(PROTOCOLS[name])}
+    names_of = {protocol: {field.name for field in fields(rules)} for protocol, rules in PROTOCOLS.items()}
+    setting_names = names_of[name]
     for key, value in settings.items():
         if value and key not in setting_names:
-            owners = [repr(protocol_name) for protocol_name, entry in PROTOCOLS.items() if key in _setting_names(entry)]
+            owners = [repr(protocol) for protocol, names in names_of.items() if key in names]
             raise SettingsError(
                 f"{key} = {list(value) if isinstance(value, tuple) else value} is for protocol = "
                 f"{' or '.join(owners)}, not {name!r}; leave one of them out"
             )
     made: Rules = PROTOCOLS[name](**{key: settings[key] for key in settings.keys() & setting_names})
     return made
-
-
-def _setting_names(rules: Any) -> set[str]:
-    return {field.name for field in fields(rules)}
 
 
 def uniform_weights(training: str, ids: Sequence[str]) -> Weights:
