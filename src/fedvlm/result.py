@@ -180,16 +180,9 @@ def run(
     trackers = Trackers(track)
     temporary = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
     messages: list[str] = []
+    options: dict[str, Any] = {"again": again, "embedded": embedded, "progress": progress, "warn": messages.append}
     try:
-        done = runner.execute(
-            run_settings,
-            temporary or out,
-            again=again,
-            embedded=embedded,
-            progress=progress,
-            on_line=trackers if track else None,
-            warn=messages.append,
-        )
+        done = runner.execute(run_settings, temporary or out, on_line=trackers if track else None, **options)
     except BaseException:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -149,11 +149,6 @@ def _affine(weights: Weights, name: str) -> Affine:
 
 def _layer(weights: Weights, block: str) -> Layer:
     joint = Affine(weights[f"{block}attn.in_proj_weight"], weights[f"{block}attn.in_proj_bias"])
-    return Layer(
-        norm1=_affine(weights, f"{block}ln_1"),
-        qkv=joint,
-        out=_affine(weights, f"{block}attn.out_proj"),
-        norm2=_affine(weights, f"{block}ln_2"),
-        up=_affine(weights, f"{block}mlp.c_fc"),
-        down=_affine(weights, f"{block}mlp.c_proj"),
-    )
+    names = ("ln_1", "attn.out_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    first, *rest = (_affine(weights, f"{block}{name}") for name in names)
+    return Layer(first, joint, *rest)
