@@ -158,10 +158,9 @@ def run(
     clients = values.get("clients")
     has_arrays = are_arrays(clients)
     if clients == {} or isinstance(clients, list | tuple):
-        raise DataError(
-            'clients must be a dict of arrays by client name, as {"a": (x, y), "b": (x, y)}; got '
-            + ("{}" if clients == {} else f"a {type(clients).__name__}")
-        )
+        shown = "{}" if clients == {} else f"a {type(clients).__name__}"
+        example = '{"a": (x, y), "b": (x, y)}'
+        raise DataError(f"clients must be a dict of arrays by client name, as {example}; got {shown}")
     if has_arrays:
         if beside := [name for name in ("data", "encoder", "source", "access") if name in values]:
             name = beside[0]

@@ -249,10 +249,8 @@ def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] |
     """
     name, _, expected_fingerprint = encoder.rpartition("@")
     if not (name or location):
-        raise EncoderError(
-            f"{encoder} holds embeddings and sees no images; ask with a table of embeddings of the "
-            "same origin, or name with --encoder what made them"
-        )
+        remedy = "ask with a table of embeddings of the same origin, or name with --encoder what made them"
+        raise EncoderError(f"{encoder} holds embeddings and sees no images; {remedy}")
     try:
         box = open_encoder(location or name, **(access or {}))
     except FedVLMError as error:

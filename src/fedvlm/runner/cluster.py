@@ -243,10 +243,9 @@ def _client(on: str) -> Iterator[Any]:
     if address.startswith("tls:"):
         security = dask.Security(require_encryption=True)  # with the files that Dask's own settings name
         if not security.get_connection_args("client").get("ssl_context"):
-            raise SettingsError(
-                f"--on {on}: no certificate is named; set distributed.comm.tls in Dask's settings "
-                "(ca-file, client.cert, client.key), as DASK_DISTRIBUTED__COMM__TLS__CA_FILE"
-            )
+            names = "(ca-file, client.cert, client.key), as DASK_DISTRIBUTED__COMM__TLS__CA_FILE"
+            remedy = f"set distributed.comm.tls in Dask's settings {names}"
+            raise SettingsError(f"--on {on}: no certificate is named; {remedy}")
     try:
         client = dask.Client(address, security=security, timeout="20s")
     except OSError as error:

@@ -103,10 +103,9 @@ def make_protocol(name: str, **settings: Any) -> Rules:
     for key, value in settings.items():
         if value and key not in setting_names:
             owners = [repr(protocol) for protocol, names in names_of.items() if key in names]
-            raise SettingsError(
-                f"{key} = {list(value) if isinstance(value, tuple) else value} is for protocol = "
-                f"{' or '.join(owners)}, not {name!r}; leave one of them out"
-            )
+            shown = list(value) if isinstance(value, tuple) else value
+            problem = f"{key} = {shown} is for protocol = {' or '.join(owners)}, not {name!r}"
+            raise SettingsError(f"{problem}; leave one of them out")
     made: Rules = PROTOCOLS[name](**{key: settings[key] for key in settings.keys() & setting_names})
     return made
 
@@ -143,10 +142,8 @@ def check_training_data(method: Method, table: EmbeddedTable, partition: Partiti
     min_samples = method.traits.training.min_samples
     for id in training.train:
         if (count := len(partition.clients[id].train)) < min_samples:
-            raise DataError(
-                f"client {id} has {count} training samples, but {method.name} needs at least {min_samples} "
-                "at every client; give it more samples, or leave it out"
-            )
+            needs = f"{method.name} needs at least {min_samples} at every client; give it more samples, or leave it out"
+            raise DataError(f"client {id} has {count} training samples, but {needs}")
     if not has_reference(method):
         return
     rows = reference_samples(method, partition, training)
