@@ -125,7 +125,7 @@ def find_weights(name: str, path: Path) -> Path:
         raise EncoderError(f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict in one")
     if path.suffix != ".safetensors" or not path.is_file():
         problem = "is not a .safetensors file" if path.is_file() else "is not there"
-        remedy = "a .pt may hold code and is not read: save its state dict as .safetensors (docs/how-to/data.md)"
+        remedy = "a .pt is not read, because it may hold code: save its state dict as .safetensors"
         raise EncoderError(f"{name}: {path} {problem}; {suggest_path(path)}{remedy}")
     return path
 
