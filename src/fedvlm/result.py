@@ -158,10 +158,9 @@ def run(
     clients = values.get("clients")
     has_arrays = are_arrays(clients)
     if clients == {} or isinstance(clients, list | tuple):
-        raise DataError(
-            'clients must be a dict of arrays by client name, as {"a": (x, y), "b": (x, y)}; got '
-            + ("{}" if clients == {} else f"a {type(clients).__name__}")
-        )
+        shown = "{}" if clients == {} else f"a {type(clients).__name__}"
+        example = '{"a": (x, y), "b": (x, y)}'
+        raise DataError(f"clients must be a dict of arrays by client name, as {example}; got {shown}")
     if has_arrays:
         if beside := [name for name in ("data", "encoder", "source", "access") if name in values]:
             name = beside[0]
@@ -180,16 +179,9 @@ def run(
     trackers = Trackers(track)
     temporary = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
     messages: list[str] = []
+    options: dict[str, Any] = {"again": again, "embedded": embedded, "progress": progress, "warn": messages.append}
     try:
-        done = runner.execute(
-            run_settings,
-            temporary or out,
-            again=again,
-            embedded=embedded,
-            progress=progress,
-            on_line=trackers if track else None,
-            warn=messages.append,
-        )
+        done = runner.execute(run_settings, temporary or out, on_line=trackers if track else None, **options)
     except BaseException:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -69,10 +69,8 @@ def join(
     common = unseen_classifier(result, training, seed)
     method = common.method
     if not method.traits.needs <= {"image", "text"}:
-        raise SettingsError(
-            f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings; "
-            "a client can join a run of tofa, or of a method that needs image and text only"
-        )
+        problem = f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings"
+        raise SettingsError(f"{problem}; join a run of tofa, or of a method that needs image and text only")
     rows = align_classes(rows, common)
     prepared = prepare_joiner(result, rows, client_id, common, train_fraction)
     client_split = prepared.partition.clients[client_id]

@@ -90,8 +90,8 @@ class Personalised:
         sizes = [pair for pair in zip(x.shape, expected_shape, strict=False) if isinstance(pair[1], int)]
         fits = x.ndim == len(expected_shape) and all(size == wanted for size, wanted in sizes)
         if not fits:
-            wanted = ", ".join(map(str, expected_shape))
-            raise DataError(f"embeddings must have the shape ({wanted}) and be of {self.encoder}; got {tuple(x.shape)}")
+            wanted = f"the shape ({', '.join(map(str, expected_shape))}) and come from {self.encoder}"
+            raise DataError(f"embeddings must have {wanted}; got {tuple(x.shape)}")
         if not x.isfinite().all():
             raise DataError("the embeddings hold NaN or infinite numbers; check their source")
         return torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
@@ -249,10 +249,8 @@ def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] |
     """
     name, _, expected_fingerprint = encoder.rpartition("@")
     if not (name or location):
-        raise EncoderError(
-            f"{encoder} holds embeddings and sees no images; ask with a table of embeddings of the "
-            "same origin, or name with --encoder what made them"
-        )
+        remedy = "ask with a table of embeddings of the same origin, or name with --encoder what made them"
+        raise EncoderError(f"{encoder} holds embeddings and sees no images; {remedy}")
     try:
         box = open_encoder(location or name, **(access or {}))
     except FedVLMError as error:

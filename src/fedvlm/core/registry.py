@@ -13,11 +13,7 @@ from fedvlm.plugins import load_outside, qualified_name
 
 METHODS: dict[str, type[contract.Method]] = {}
 T = TypeVar("T", bound=type[Any])
-EXAMPLE_FIELDS = {
-    "batch_size": "batch_size: int = 32",
-    "local_epochs": "local_epochs: int = 1",
-    "lr": "lr: float = 1e-3",
-}
+EXAMPLE_FIELDS = {"batch_size": "int = 32", "local_epochs": "int = 1", "lr": "float = 1e-3"}
 OPTIONAL_VERBS = tuple(  # what their protocols ask for beside them are settings
     name
     for protocol in contract.OPTIONAL_PROTOCOLS
@@ -118,7 +114,7 @@ def _check_gradient_settings(method: Any) -> Iterator[str]:
         yield "its update is a gradient part, so it needs a `loss`; add one"
     for name, example in EXAMPLE_FIELDS.items():
         if has_loss and not hasattr(method, name):
-            yield f"it has a loss, so it needs a {name}; add a field such as `{example}`"
+            yield f"it has a loss, so it needs a {name}; add a field such as `{name}: {example}`"
 
 
 def _check_traits(method: Any) -> Iterator[str]:

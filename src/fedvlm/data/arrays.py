@@ -65,9 +65,9 @@ def from_arrays(
     if text_vectors is not None and len(text_vectors) != len(class_names):
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
     if unlabelled and is_multi:
+        problem = f"client {next(iter(unlabelled))!r} has a third array, of samples without a label"
         raise DataError(
-            f"client {next(iter(unlabelled))!r} has a third array, of samples without a label, beside several findings "
-            "per image; give these samples in x, and NaN (unknown) in y"
+            f"{problem}, beside several findings per image; give these samples in x, and NaN (unknown) in y"
         )
     x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
     labels = np.concatenate([labels, np.full(len(x) - len(labels), table.UNLABELLED)])

@@ -84,8 +84,7 @@ def catalogue() -> dict[str, Entry]:
 def _read_catalogue() -> None:
     for name, fields in tomllib.loads((FOLDER / "catalogue.toml").read_text(encoding="utf-8")).items():
         templates = fields.get("templates", "picture")
-        known = {"picture": PICTURE, "photo": PHOTO}
-        fields["templates"] = known[templates] if isinstance(templates, str) else templates
+        fields["templates"] = {"picture": PICTURE, "photo": PHOTO}[templates] if type(templates) is str else templates
         fields["classes"] = class_names(fields.get("classes", name))
         if "place" in fields:
             fields["place"] = str(FOLDER / fields["place"])
@@ -114,9 +113,9 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
     data = _arrange(entry, place, _read(entry, *kind_and_place))
     counts = Counter(data.domains.tolist())
     if entry.domains and set(counts) != set(entry.domains):
+        expected = f"those of {entry.name} are {join_names(list(entry.domains))}"
         raise DataError(
-            f"the domains of {place} are {join_names(sorted(counts))}, those of {entry.name} are "
-            f"{join_names(list(entry.domains))}; set root to {entry.shape}"
+            f"the domains of {place} are {join_names(sorted(counts))}, {expected}; set root to {entry.shape}"
         )
     if check:
         _check_counts(entry, place, counts)
@@ -157,10 +156,8 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
     if extra or missing:
         problems = [f"it lacks {join_names(missing)}"] if missing else []
         problems += [f"it also has {join_names(extra)}"] if extra else []
-        raise DataError(
-            f"the classes of {place} are not those of {entry.name} ({len(ordered)} classes): "
-            f"{' and '.join(problems)}; get it from {entry.home}"
-        )
+        expected = f"those of {entry.name} ({len(ordered)} classes): {' and '.join(problems)}"
+        raise DataError(f"the classes of {place} are not {expected}; get it from {entry.home}")
     labels = relabel(data.labels, np.array([number.get(key, -1) for key in class_keys], dtype=np.int64))
     selected = np.flatnonzero(labels >= 0)
     spelled = {_plain(name): name for name in entry.domains}

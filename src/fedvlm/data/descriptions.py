@@ -147,10 +147,8 @@ def load_writer(folder: str | Path) -> Writer:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **safe)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
-        raise SettingsError(
-            f"{folder} holds no text-generation model ({reason}); name the folder of one, with "
-            "config.json, its weights and its tokenizer"
-        ) from error
+        remedy = "name the folder of one, with config.json, its weights and its tokenizer"
+        raise SettingsError(f"{folder} holds no text-generation model ({reason}); {remedy}") from error
     model.eval()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     room = getattr(model.config, "max_position_embeddings", 1 << 20)

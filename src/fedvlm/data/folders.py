@@ -37,10 +37,9 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     levels = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
     skipped = depths[0] - len(levels)
     if skipped not in (0, 1) or (skipped == 1 and len(tops) > 1):
-        raise DataError(
-            f"{root} does not have the layout {'/'.join(levels)}: its images are {depths[0]} "
-            f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(LAYOUT_LEVELS)}"
-        )
+        found = f"its images are {depths[0]} folders deep, as {files[0]}"
+        problem = f"{root} does not have the layout {'/'.join(levels)}: {found}"
+        raise DataError(f"{problem}; name the layout that fits, of {', '.join(LAYOUT_LEVELS)}")
     source: Source = sources.Files(root, files) if root.is_dir() else sources.Archive(root, files)
     names = zip(*(file.split("/")[skipped:-1] for file in files), strict=True)
     columns = dict(zip(levels, names, strict=True))

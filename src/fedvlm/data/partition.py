@@ -277,10 +277,8 @@ def _apply_split_targets(table: SampleTable, targets: Sequence[str]) -> SampleTa
             continue
         is_marked = np.asarray(table.splits) == name.removeprefix(SPLIT_PREFIX)
         if name != f"{SPLIT_PREFIX}{SPLITS[-1]}" or not is_marked.any():
-            raise DataError(
-                f'the data mark no samples for the target {name!r}; "{SPLIT_PREFIX}test" needs data with a test '
-                "split, and other targets are domains or clients"
-            )
+            needs = f'"{SPLIT_PREFIX}test" needs data with a test split, and other targets are domains or clients'
+            raise DataError(f"the data mark no samples for the target {name!r}; {needs}")
         domains = np.where(is_marked, name, table.domains)
         columns = (table.clients, table.splits, table.content, table.groups)
         table = SampleList(table.classes, table.labels, domains, *columns)
@@ -359,10 +357,8 @@ def _check_columns(table: SampleTable, clients: Clients) -> Ints:
 
 def _check_column(kind: str, column: Strings, partition: str, remedy: str) -> None:
     if missing := int((np.asarray(column) == "").sum()):
-        raise DataError(
-            f'{missing} of {len(column)} samples have no {kind}, which clients.partition = "{partition}" needs; '
-            f"give every sample a {kind}, or use {remedy}"
-        )
+        problem = f'{missing} of {len(column)} samples have no {kind}, which clients.partition = "{partition}" needs'
+        raise DataError(f"{problem}; give every sample a {kind}, or use {remedy}")
 
 
 def _pools(table: SampleTable, clients: Clients, targets: Sequence[str]) -> Strings:

@@ -281,7 +281,8 @@ def to_eight_bit(name: str, data: bytes, window: Window | None) -> bytes:
     """Return the bytes of an image, converted if it has more than 8 bits."""
     if data[128:132] == b"DICM":
         return encode_png(read_dicom(name, data, window))
-    if not name.lower().endswith(SUFFIXES_16_BIT) or not _may_be_16_bit(data):
+    is_8_bit_png = data[:4] == b"\x89PNG" and data[24:25] != b"\x10"  # only PNG has the depth at a fixed place
+    if not name.lower().endswith(SUFFIXES_16_BIT) or is_8_bit_png:
         return data
     try:
         with warnings.catch_warnings(), Image.open(BytesIO(data)) as image:
@@ -294,11 +295,6 @@ def to_eight_bit(name: str, data: bytes, window: Window | None) -> bytes:
     except Exception:  # damaged: the decoder refuses it with the reason
         return data
     return encode_png(scale_to_grey(values, *(window or (values.min(), values.max()))))
-
-
-def _may_be_16_bit(data: bytes) -> bool:
-    """Whether the header allows 16 bits; only PNG has the depth at a fixed place."""
-    return data[24:25] == b"\x10" if data[:4] == b"\x89PNG" else True
 
 
 def read_dicom(name: str, data: bytes, window: Window | None) -> NDArray[np.uint8]:

@@ -174,10 +174,8 @@ class Http:
             if attempt < self._retries:
                 backoff = self._wait * 2**attempt * random.uniform(0.5, 1.0)
                 time.sleep(min(max(backoff, retry_after or 0.0), MAX_WAIT_SECONDS))
-        raise EncoderError(
-            f"{self.url}{path} failed {self._retries + 1} times ({problem}); check the URL and "
-            "whether the server runs, then run again: finished embeddings are cached"
-        )
+        remedy = "check the URL and whether the server runs, then run again: finished embeddings are cached"
+        raise EncoderError(f"{self.url}{path} failed {self._retries + 1} times ({problem}); {remedy}")
 
     def _read_response(self, verb: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> Any:
         """Read one complete reply within its limits of bytes and of time."""

@@ -210,14 +210,9 @@ def _affine(module: Any) -> Affine:
 def _layer(layer: Any) -> Layer:
     attention = layer.self_attn
     three = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return Layer(
-        norm1=_affine(layer.layer_norm1),
-        qkv=Affine(torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])),
-        out=_affine(attention.out_proj),
-        norm2=_affine(layer.layer_norm2),
-        up=_affine(layer.mlp.fc1),
-        down=_affine(layer.mlp.fc2),
-    )
+    joint = Affine(torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three]))
+    rest = (attention.out_proj, layer.layer_norm2, layer.mlp.fc1, layer.mlp.fc2)
+    return Layer(_affine(layer.layer_norm1), joint, *map(_affine, rest))
 
 
 @contextmanager

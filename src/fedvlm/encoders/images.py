@@ -80,10 +80,9 @@ def to_rgb(image: Image.Image, format: str | None) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and format != "TIFF"):
         return from_16_bits(image)
     if image.mode in ("I", "F"):
-        raise DataError(
-            f"the image holds {'whole' if image.mode == 'I' else 'floating-point'} numbers "
-            "of 32 bits, whose black and white are unknown; save it with 8 or 16 bits"
-        )
+        kind = "whole" if image.mode == "I" else "floating-point"
+        problem = f"the image holds {kind} numbers of 32 bits, whose black and white are unknown"
+        raise DataError(f"{problem}; save it with 8 or 16 bits")
     if image.has_transparency_data:
         paint = image.convert("RGBA")
         white = Image.new("RGBA", paint.size, "white")

@@ -152,13 +152,8 @@ class OnnxModel:
         return np.asarray(answer, np.float32)
 
 
-_TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-}
+_KINDS = {"float": "float32", "float16": "float16", "double": "float64", "int64": "int64", "int32": "int32"}
+_TYPES = {f"tensor({name})": np.dtype(kind) for name, kind in _KINDS.items()}
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -165,10 +165,9 @@ def pixels_of_open_clip(name: str, config: dict[str, Any]) -> TorchvisionPixels:
     size, mode = config["size"], config.get("resize_mode", "shortest")
     height, width = (size, size) if isinstance(size, int) else size
     if mode not in ("shortest", "squash") or (mode == "shortest" and height != width):
-        raise EncoderError(
-            f"{name} is preprocessed with resize_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce; "
-            'set resize_mode to "shortest" or "squash" in its configuration'
-        )
+        how = f"resize_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce"
+        remedy = 'set resize_mode to "shortest" or "squash" in its configuration'
+        raise EncoderError(f"{name} is preprocessed with {how}; {remedy}")
     resample = resample_of(name, config.get("interpolation", "bicubic"))
     colours: dict[str, Any] = {"mean": tuple(config["mean"]), "std": tuple(config["std"])}
     return TorchvisionPixels((height, width) if mode == "squash" else height, (height, width), resample, **colours)

@@ -125,10 +125,8 @@ def find_weights(name: str, path: Path) -> Path:
         raise EncoderError(f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict in one")
     if path.suffix != ".safetensors" or not path.is_file():
         problem = "is not a .safetensors file" if path.is_file() else "is not there"
-        raise EncoderError(
-            f"{name}: {path} {problem}; {suggest_path(path)}a .pt is not read, because it may hold code: save "
-            "its state dict as .safetensors (docs/how-to/data.md)"
-        )
+        remedy = "a .pt is not read, because it may hold code: save its state dict as .safetensors"
+        raise EncoderError(f"{name}: {path} {problem}; {suggest_path(path)}{remedy}")
     return path
 
 
@@ -149,11 +147,6 @@ def _affine(weights: Weights, name: str) -> Affine:
 
 def _layer(weights: Weights, block: str) -> Layer:
     joint = Affine(weights[f"{block}attn.in_proj_weight"], weights[f"{block}attn.in_proj_bias"])
-    return Layer(
-        norm1=_affine(weights, f"{block}ln_1"),
-        qkv=joint,
-        out=_affine(weights, f"{block}attn.out_proj"),
-        norm2=_affine(weights, f"{block}ln_2"),
-        up=_affine(weights, f"{block}mlp.c_fc"),
-        down=_affine(weights, f"{block}mlp.c_proj"),
-    )
+    names = ("ln_1", "attn.out_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    first, *rest = (_affine(weights, f"{block}{name}") for name in names)
+    return Layer(first, joint, *rest)

@@ -446,10 +446,8 @@ def _read_text(file: Path, columns: Columns, names: tuple[str, ...], dim: int) -
     text = torch.as_tensor(columns["text"])
     owners = [str(name) for name in columns.get("text_classes", names)]
     if text.ndim != 2 or text.shape != (len(owners), dim):
-        raise DataError(
-            f"{file}: text is {tuple(text.shape)}; {len(owners)} classes and embeddings of {dim} "
-            f"need ({len(owners)}, {dim}); name fewer in text_classes"
-        )
+        needed = f"{len(owners)} classes and embeddings of {dim} need ({len(owners)}, {dim})"
+        raise DataError(f"{file}: text is {tuple(text.shape)}; {needed}; name fewer in text_classes")
     return dict(zip(owners, _normalise_rows(file, "text", text), strict=True))
 
 

@@ -93,10 +93,8 @@ def embed_sentences(encoder: Encoder, table: RowFile, texts: Sequence[str]) -> T
         vectors = encoder.embed_text([text[digest] for digest in some]).detach().float().cpu()
         sound = vectors.ndim == 2 and bool(vectors.isfinite().all() and vectors.any(1).all())
         if vectors.shape != (len(some), encoder.dim) or not sound:
-            raise EncoderError(
-                f"{encoder.name} returned shape {tuple(vectors.shape)} for {len(some)} sentences, or NaN, "
-                f"infinite or zero vectors; it must return {encoder.dim} numbers for each"
-            )
+            problem = f"shape {tuple(vectors.shape)} for {len(some)} sentences, or NaN, infinite or zero vectors"
+            raise EncoderError(f"{encoder.name} returned {problem}; it must return {encoder.dim} numbers for each")
         table.append(some, vectors.numpy())
     return normalize(torch.from_numpy(table.read(digests)), dim=-1)
 

@@ -72,10 +72,9 @@ def pixels_of_timm(name: str, config: dict[str, Any]) -> TorchvisionPixels:
     resized = floor(height / config["crop_pct"]), floor(width / config["crop_pct"])
     mode = config.get("crop_mode") or "center"
     if mode not in ("center", "squash") or (mode == "center" and resized[0] != resized[1]):
-        raise EncoderError(
-            f"{name} is preprocessed with crop_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce; "
-            'set crop_mode to "center" or "squash" in its config.json'
-        )
+        how = f"crop_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce"
+        remedy = 'set crop_mode to "center" or "squash" in its config.json'
+        raise EncoderError(f"{name} is preprocessed with {how}; {remedy}")
     resample = resample_of(name, config["interpolation"])
     colours: dict[str, Any] = {"mean": tuple(config["mean"]), "std": tuple(config["std"])}
     return TorchvisionPixels(resized if mode == "squash" else resized[0], (height, width), resample, **colours)

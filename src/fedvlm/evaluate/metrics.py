@@ -231,14 +231,8 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     return (right - (called - right) * exact / (1 - exact)) / max(p.numel(), 1)
 
 
-ALL: dict[str, Metric] = {
-    "accuracy": accuracy,
-    "balanced": balanced_accuracy,
-    "F1": macro_f1,
-    "AUC": auc,
-    "ECE": calibration_error,
-    "net benefit": mean_net_benefit,
-}
+ALL: dict[str, Metric] = {"accuracy": accuracy, "balanced": balanced_accuracy, "F1": macro_f1, "AUC": auc}
+ALL |= {"ECE": calibration_error, "net benefit": mean_net_benefit}
 METRICS = tuple(ALL)  # the columns of tables, and all that a site may report about its samples
 
 
@@ -268,8 +262,8 @@ def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
 
 def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
     """Average the accuracy over clients; None where no client has samples."""
-    counts = [(scores[id][f"{split}_hits"], scores[id][f"{split}_rows"]) for id in sorted(ids) if id in scores]
-    parts = [hits / rows for hits, rows in counts if rows]
+    hits, rows = f"{split}_hits", f"{split}_rows"
+    parts = [scores[id][hits] / scores[id][rows] for id in sorted(ids) if id in scores and scores[id][rows]]
     return fmean(parts) if parts else None
 
 

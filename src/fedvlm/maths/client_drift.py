@@ -20,7 +20,7 @@ class GradientAgreement:
         self.totals = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in start]
 
     def add(self, end: Sequence[Tensor]) -> None:
-        moves = [_move(tensor, first) for tensor, first in zip(end, self.start, strict=True)]
+        moves = [(tensor - first).double() for tensor, first in zip(end, self.start, strict=True)]
         length = sum(tensor.square().sum().item() for tensor in moves) ** 0.5
         self.clients += 1
         if length > 0:
@@ -32,10 +32,6 @@ class GradientAgreement:
         square = sum(total.square().sum().item() for total in self.totals)
         pairs = self.clients * (self.clients - 1)
         return (square - self.moved) / pairs if pairs else float("nan")
-
-
-def _move(end: Tensor, start: Tensor) -> Tensor:
-    return (end - start).double()
 
 
 def largest_gradient_difference(start: Tensor, ends: Sequence[Tensor], steps: Sequence[int], rate: float) -> float:

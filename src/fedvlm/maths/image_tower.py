@@ -15,14 +15,8 @@ from fedvlm.errors import EncoderError, SettingsError, unknown_name
 
 NON_IMAGE_PREFIXES = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not used for images
 # The matrices of a block by function, and their names in the models.
-TARGETS = {
-    "q": ("q_proj",),
-    "k": ("k_proj",),
-    "v": ("v_proj",),
-    "out": ("out_proj", "o_proj"),
-    "up": ("fc1", "weights_in"),
-    "down": ("fc2", "weights_out"),
-}
+TARGETS: dict[str, tuple[str, ...]] = {"q": ("q_proj",), "k": ("k_proj",), "v": ("v_proj",)}
+TARGETS |= {"out": ("out_proj", "o_proj"), "up": ("fc1", "weights_in"), "down": ("fc2", "weights_out")}
 
 
 class ImageTower:

@@ -34,10 +34,9 @@ def prompt_length(method: ContextSettings, frozen: Frozen, default: int = DEFAUL
         n_tokens = len(tower.prefix)
         if n_ctx not in (None, n_tokens) or not n_tokens:
             detail = "" if n_ctx is None else f" and n_ctx = {n_ctx}"
-            raise SettingsError(
-                f"ctx_init = 'template'{detail}, but the template {tower.template!r} has {n_tokens} "
-                "tokens before the class; leave n_ctx out, or set ctx_init = 'random'"
-            )
+            template = f"the template {tower.template!r} has {n_tokens} tokens before the class"
+            remedy = "leave n_ctx out, or set ctx_init = 'random'"
+            raise SettingsError(f"ctx_init = 'template'{detail}, but {template}; {remedy}")
         n_ctx = n_tokens
     elif n_ctx is None:
         n_ctx = default

@@ -69,9 +69,7 @@ class FedTPG(PromptSettings):
 
         queries, texts = norm("query norm", network["queries"]), norm("text norm", text)
         q, k, v = (
-            torch.unflatten(layer(name, x), -1, (self.attention_heads, -1)).transpose(
-                0, 1
-            )  # (heads, vectors or classes, ...)
+            torch.unflatten(layer(name, x), -1, (self.attention_heads, -1)).transpose(0, 1)  # (heads, rows, ...)
             for name, x in (("query", queries), ("key", texts), ("value", texts))
         )
         attention = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)

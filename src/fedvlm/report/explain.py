@@ -142,10 +142,8 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
         problem = f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no prompt"
         raise SettingsError(f"{problem}; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop")
     if len(local) < MIN_PROMPTS:
-        raise SettingsError(
-            f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
-            f"{MIN_PROMPTS} clients or more, as clients.partition = 'dirichlet' makes them"
-        )
+        remedy = f"show a run with {MIN_PROMPTS} clients or more, as clients.partition = 'dirichlet' makes them"
+        raise SettingsError(f"{result.folder} has {len(local)} local prompts, too few for a map; {remedy}")
     title = f"local prompts of {identity['method']['name']} on {result.manifest['data']}"
     groups = tuple(_group(result, id) for id in local)
     return PromptMap(title, tuple(local), groups, plane_positions(list(local.values())))

@@ -56,14 +56,9 @@ def list_datasets() -> list[Row]:
 def list_data() -> list[Row]:
     from fedvlm.data import kinds
 
-    return [
-        {
-            "data": f"{word}:PLACE",
-            "options": ", ".join(list(signature(reader).parameters)[1:]),
-            "what": _first_sentence(reader),
-        }
-        for word, reader in kinds().items()
-    ]
+    options = {word: ", ".join(list(signature(reader).parameters)[1:]) for word, reader in kinds().items()}
+    sentences = {word: _first_sentence(reader) for word, reader in kinds().items()}
+    return [{"data": f"{word}:PLACE", "options": options[word], "what": sentences[word]} for word in options]
 
 
 def list_metrics() -> list[Row]:

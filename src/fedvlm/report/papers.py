@@ -216,12 +216,8 @@ STATES: tuple[State, ...] = ("full", "partly", "not")
 # Which of the pictures that items ask for there are; what is built is added here.
 OTHER_FEATURES = ("plot:plans", "plot:kite", "column:gain")
 # Pictures of `fedvlm plot` that items know by another name.
-PLOT_ALIASES = {
-    "plot:counts": "sweep",
-    "plot:partition-by-domain": "partition",
-    "plot:tsne-by-superclass": "tsne",
-    "plot:heat-of-one-prompt": "heat",
-}
+PLOT_ALIASES = {"plot:counts": "sweep", "plot:partition-by-domain": "partition"}
+PLOT_ALIASES |= {"plot:tsne-by-superclass": "tsne", "plot:heat-of-one-prompt": "heat"}
 
 
 @dataclass(frozen=True)
@@ -319,13 +315,8 @@ def coverage() -> list[dict[str, Any]]:
 
 
 def _detail(covered: CoveredItem) -> dict[str, Any]:
-    return {
-        "item": covered.item.name,
-        "what": covered.item.title,
-        "state": covered.state,
-        "experiments": list(covered.experiments),
-        "lacks": list(covered.missing),
-    }
+    item = {"item": covered.item.name, "what": covered.item.title, "state": covered.state}
+    return {**item, "experiments": list(covered.experiments), "lacks": list(covered.missing)}
 
 
 def settings_of_item(

@@ -57,8 +57,7 @@ def draw_runs(kind: str, results: Sequence[Record], out: str | Path, **given: An
 def run_charts(kind: str, results: Sequence[Record], options: PlotOptions) -> list[Chart]:
     """Return the charts of a kind of plot."""
     if kind in ("reliability", "decision"):
-        build = charts.reliability_chart if kind == "reliability" else charts.decision_chart
-        return charts.client_charts(results, options, build)
+        return charts.client_charts(results, options, getattr(charts, f"{kind}_chart"))
     if kind == "subgroups":
         names = run_names(identities_of(results))
         tables = [subgroup_tables(result, options.columns) for result in results]
@@ -311,12 +310,8 @@ def overlay_patches(axis: Any, image: Any, values: Any, low: float, high: float)
 
 
 def legend(axis: Any, explained: Explanation) -> None:
-    lines = [
-        ("class", explained.name),
-        ("client", explained.client),
-        ("probability", f"{explained.probability:.1%}"),
-        ("answer", explained.likeliest),
-    ]
+    lines = [("class", explained.name), ("client", explained.client)]
+    lines += [("probability", f"{explained.probability:.1%}"), ("answer", explained.likeliest)]
     for place, (word, value) in enumerate(lines):
         y = 0.9 - 0.24 * place
         axis.text(0.02, y, word, fontsize=8, color=MUTED_COLOUR, transform=axis.transAxes, va="center")

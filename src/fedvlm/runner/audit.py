@@ -188,15 +188,12 @@ def _count_covered(pairs: Sequence[tuple[Problem, Mapping[str, Tensors]]], id: s
 
 def describe_upload(upload: Tensors) -> Line:
     """Return the fields and bytes of an upload."""
+    fields = {}
+    for key, value in upload.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        fields[key] = {"shape": list(value.shape), "dtype": dtype, "bytes": tensors.count_bytes({key: value})}
     return {
-        "fields": {
-            key: {
-                "shape": list(value.shape),
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "bytes": tensors.count_bytes({key: value}),
-            }
-            for key, value in upload.items()
-        },
+        "fields": fields,
         "bytes": tensors.count_bytes(upload),
     }
 

@@ -46,14 +46,9 @@ MATRIX_SIDE, SPEED_TRIALS = 1024, 5  # of the matrices that this machine's speed
 
 def describe_requirements(settings: Sequence[Settings]) -> list[str]:
     """Return a line for each data set and encoder, and one for the total time."""
-    lines = []
-    entries = catalogue()
-    for name, root in dict.fromkeys(
-        (run_settings.data, str(run_settings.source.get("root", ""))) for run_settings in settings
-    ):
-        if name in entries:
-            lines.append(_describe_data(entries[name], root))
-    for encoder in dict.fromkeys(run_settings.encoder for run_settings in settings):
+    entries, places = catalogue(), dict.fromkeys((run.data, str(run.source.get("root", ""))) for run in settings)
+    lines = [_describe_data(entries[name], root) for name, root in places if name in entries]
+    for encoder in dict.fromkeys(run.encoder for run in settings):
         kind, _, place = encoder.partition(":")
         if kind == "openai" and not Path(place).exists():
             remedy = "put OpenAI's weights there as .safetensors, with tokenizer.json (docs/how-to/data.md)"
@@ -96,15 +91,14 @@ def estimate_seconds(settings: Sequence[Settings], entries: Mapping[str, Entry],
     """Return the seconds that all runs take; speed is in operations per second."""
     encoded: set[tuple[str, str]] = set()
     seconds = 0.0
-    for run_settings in settings:
-        entry = entries[run_settings.data]
+    for run in settings:
+        entry = entries[run.data]
         seconds += RUN_SECONDS
-        if (run_settings.data, run_settings.encoder) not in encoded:
-            encoded.add((run_settings.data, run_settings.encoder))
-            seconds += _n_samples(run_settings, entry) * _flops_per_image(run_settings) / speed
-        times = min(run_settings.method.rounds, SMOKE_ROUNDS) if run_settings.smoke else run_settings.method.rounds
-        n_trainings = len(run_settings.seeds) * _n_trainings(run_settings, entry)
-        seconds += n_trainings * times * _round_seconds(run_settings, entry, speed)
+        if (run.data, run.encoder) not in encoded:
+            encoded.add((run.data, run.encoder))
+            seconds += _n_samples(run, entry) * _flops_per_image(run) / speed
+        rounds = min(run.method.rounds, SMOKE_ROUNDS) if run.smoke else run.method.rounds
+        seconds += len(run.seeds) * _n_trainings(run, entry) * rounds * _round_seconds(run, entry, speed)
     return seconds
 
 
@@ -229,10 +223,8 @@ def check_memory(settings: Settings, frozen: Frozen, image: Sequence[int], clien
     device, method = choose_device(settings.device), settings.method
     demands = [(room.total, free_memory(), "")]
     if device.type != "cpu":
-        demands = [
-            (room.all_clients, free_memory(), ""),
-            (room.concurrent, free_device_memory(device), f" on {device}"),
-        ]
+        on_device = (room.concurrent, free_device_memory(device), f" on {device}")
+        demands = [(room.all_clients, free_memory(), ""), on_device]
     short = [(size, free, at) for size, free, at in demands if free is not None and size > free]
     if not short:
         size = _gb(room.total)

@@ -118,10 +118,8 @@ def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
         if missing[0] == "text" and encoder == IN_MEMORY:
             use = "give text=, (classes, dim) of the class names"
         headed = missing[0] == "text" and "head" in {field.name for field in fields(method)}
-        raise SettingsError(
-            f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; "
-            f"{use}" + (", or set head = 'random'" if headed else "")
-        )
+        use += ", or set head = 'random'" if headed else ""
+        raise SettingsError(f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; {use}")
 
 
 def open_data(data: str, source: Mapping[str, Any]) -> Dataset:

@@ -81,9 +81,7 @@ def device_info(settings: Settings, in_memory: bool) -> dict[str, Any]:
     info = {"training": _describe(settings.device)}
     if not in_memory and "device" in encoder_options(settings.encoder):
         info["encoding"] = _describe(settings.access.get("device", "cpu"))
-        if find_kind(settings.encoder)[0].module.startswith(
-            "fedvlm."
-        ):  # encoders of other packages choose their own precision
+        if find_kind(settings.encoder)[0].module.startswith("fedvlm."):  # others choose their own precision
             is_half_precision = info["encoding"]["device"] != "cpu"
             info["encoding"]["precision"] = "float16" if is_half_precision else "float32"
     return info

@@ -368,18 +368,16 @@ def _check_group_classes(settings: Settings, rows: EmbeddedTable) -> None:
     """Refuse metrics by group without groups, or where a group has images of several classes."""
     rule, groups = settings.group_metrics, group_numbers(rows)
     if groups is None:
-        raise SettingsError(
-            f'group_metrics = "{rule}" needs groups, and the data have none; add a column group (a patient, a slide), '
-            'or set group_metrics = "image"'
-        )
+        problem = f'group_metrics = "{rule}" needs groups, and the data have none'
+        remedy = 'add a column group (a patient, a slide), or set group_metrics = "image"'
+        raise SettingsError(f"{problem}; {remedy}")
     if rows.findings is None:
         pairs = np.unique(np.stack([groups.numpy(), rows.labels]), axis=1)[0]
         if len(several := pairs[1:][pairs[1:] == pairs[:-1]]):
             first = int(np.flatnonzero(groups.numpy() == several[0])[0])
-            raise DataError(
-                f'group_metrics = "{rule}" needs one class per group, and the group of row {first} has images of '
-                'several classes; correct its labels, or set group_metrics = "image"'
-            )
+            problem = f"needs one class per group, and the group of row {first} has images of several classes"
+            remedy = 'correct its labels, or set group_metrics = "image"'
+            raise DataError(f'group_metrics = "{rule}" {problem}; {remedy}')
 
 
 def _check_findings(settings: Settings) -> None:

@@ -171,10 +171,8 @@ def _check_combination(settings: Settings) -> Settings:
     _check_attack(settings)
     _check_transductive(settings)
     if settings.protocol in NEW_CLASS_PROTOCOLS and settings.engine == "flower":
-        raise SettingsError(
-            f"protocol = {settings.protocol!r} is measured in one process, but with engine = 'flower' local tensors "
-            "stay with the clients; leave engine out"
-        )
+        reason = "is measured in one process, but with engine = 'flower' local tensors stay with the clients"
+        raise SettingsError(f"protocol = {settings.protocol!r} {reason}; leave engine out")
     first = settings.warm_start
     warm_start = None if first is None else _with_privacy_guard(first, settings)
     settings = replace(settings, method=_with_privacy_guard(settings.method, settings), warm_start=warm_start)
@@ -191,10 +189,8 @@ def attack_of(settings: Settings) -> Attack | None:
 
 def _check_transductive(settings: Settings) -> None:
     if settings.transductive and not settings.method.traits.training.unlabelled:
-        raise SettingsError(
-            f"transductive = true: {settings.method.name} does not learn from images without a label; leave it out, or "
-            'use method = "auto"'
-        )
+        reason = f"{settings.method.name} does not learn from images without a label"
+        raise SettingsError(f'transductive = true: {reason}; leave it out, or use method = "auto"')
 
 
 def _check_attack(settings: Settings) -> None:
@@ -255,15 +251,11 @@ def read_clients(value: Any) -> Clients:
     return schema.read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
 
 
-def read_channel(value: Any) -> Channel:
-    return value if isinstance(value, Channel) else schema.read_table(Channel, "channel", value)
-
-
 NESTED_READERS: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
     "method": read_method,
     "warm_start": lambda value: None if value is None else read_method(value),
     "clients": read_clients,
-    "channel": read_channel,
+    "channel": lambda value: value if isinstance(value, Channel) else schema.read_table(Channel, "channel", value),
 }
 
 

@@ -178,16 +178,12 @@ def fit_client_novelty(world: World, id: str) -> Novelty | None:
     return fit_novelty(world.read(member.train), labels, world.read(held_out))
 
 
-def _calibration_path(record: Record, name: str) -> Path:
-    return record.folder / "trainings" / f"{name}.calibration.json"
-
-
 def save_calibrations(record: Record, name: str, training: str, world: World) -> None:
     """Write the calibration of each client's classifier, unless it is there.
 
     Clients of a large federation have too few samples to be calibrated.
     """
-    path = _calibration_path(record, name)
+    path = record.folder / "trainings" / f"{name}.calibration.json"
     if path.exists() or world.has_many_clients:
         return
     shared, local_tensors = record.outcome(training, world.seed)
@@ -205,16 +201,12 @@ def _save_novelty(record: Record, name: str, world: World, ids: Sequence[str]) -
     if fitted:
         parts = [novelty._asdict() for novelty in fitted.values()]
         tensors = {f"{number}/{key}": value for number, part in enumerate(parts) for key, value in part.items()}
-        write_tensors(_novelty_path(record, name), tensors, {"clients": list(fitted)})
-
-
-def _novelty_path(record: Record, name: str) -> Path:
-    return record.folder / "trainings" / f"{name}.novelty"
+        write_tensors(record.folder / "trainings" / f"{name}.novelty", tensors, {"clients": list(fitted)})
 
 
 def read_novelty(record: Record, name: str, id: str) -> Novelty | None:
     """Return a client's detector of strange images; None if the run has none."""
-    path = _novelty_path(record, name)
+    path = record.folder / "trainings" / f"{name}.novelty"
     if not path.exists():
         return None
     tensors, about = read_tensors(path)
@@ -226,7 +218,7 @@ def read_novelty(record: Record, name: str, id: str) -> Novelty | None:
 
 def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
     """Return a client's calibration; None if the run has none, as a deployed one whose samples are at the sites."""
-    path = _calibration_path(record, name)
+    path = record.folder / "trainings" / f"{name}.calibration.json"
     payload = read_json(path).get(id) if path.exists() else None
     return None if payload is None else calibration_from_json(payload)
 

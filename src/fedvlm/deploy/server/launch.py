@@ -17,6 +17,7 @@ from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluation_spec, re
 from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, example_policy
 from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
+from fedvlm.report.data_report import DataReport, report_of_sites
 from fedvlm.result import Result
 from fedvlm.runner import tune
 from fedvlm.runner.load import load
@@ -80,10 +81,7 @@ def run_over_sites(
     print_line: Callable[[str], None] = lambda text: None,
     **rules: float,
 ) -> Result:
-    """Run an experiment over the sites; a stopped run continues where it was.
-
-    `rules` override quorum, deadline and wait of server.toml for this run.
-    """
+    """Run an experiment, or go on with it; `rules` override quorum, deadline and wait of server.toml."""
     settings = run.choose_mode(kit, settings)
     run.check_deployable(run.with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
@@ -113,10 +111,7 @@ def run_over_sites(
 def join_late_site(
     kit: kits.ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Give a late site the classifiers of a finished run, without the other sites; return its scores by training.
-
-    `name` is a run of this server, or a directory.
-    """
+    """Give a late site the classifiers of a run (its name or folder), without the others; return scores by training."""
     inside = kit.folder / "runs" / name
     folder = inside if inside.exists() else Path(name)
     done = kit.folder / run.JOIN_RESULT_FILE
@@ -124,6 +119,22 @@ def join_late_site(
     request = {"out": str(folder.resolve()), "joins": site}
     _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
+
+
+def report_site_data(
+    kit: kits.ServerKit,
+    settings: Settings,
+    again: bool = False,
+    progress: Progress | None = None,
+    print_line: Callable[[str], None] = lambda text: None,
+) -> DataReport:
+    """Describe the data of all sites: sums from a verified run of ridge, and of each site what its policy allows."""
+    out = kit.folder / "runs" / "data"
+    result = run_over_sites(kit, settings, out, again, progress, print_line)
+    done = kit.folder / run.DESCRIPTION_FILE
+    done.unlink(missing_ok=True)
+    _request_run(kit, {"out": str(out.resolve()), "describes": True}, done.exists, print_line, lambda: None)
+    return report_of_sites(read_json(done), result.manifest["encoder"], list(result.manifest["classes"]))
 
 
 def evaluate_over_sites(

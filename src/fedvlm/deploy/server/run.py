@@ -89,8 +89,7 @@ class FederatedTuning:
                 self.run.on_progress("tuning", done, tune.total_rounds(self.settings))
 
     def _open_trials(self, trials: list[tune.Trial]) -> None:
-        """Open every trial at every site first, so that a search over a site's budget is refused before it costs
-        anything."""
+        """Open every trial at every site first: a search over a site's budget is refused before it costs anything."""
         totals = {"key": self.key, **run_size(self.settings, self.run.kit.sites, self.seed)}
         for place, trial in enumerate(trials):
             plain = _trial_settings(self.settings, trial)
@@ -183,15 +182,10 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
     return replace(settings, method=trial.method, tune=())
 
 
-MANIFEST_FIELDS = (
-    "encoder",
-    "classes",
-    "multi_label",
-    "dim",
-    "scale",
-    "template",
-)  # what a manifest has of a site's words
+# what a manifest has of a site's words
+MANIFEST_FIELDS = ("encoder", "classes", "multi_label", "dim", "scale", "template")
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+DESCRIPTION_FILE = "description.json"  # in the server's folder: what the sites last said of their data
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
@@ -258,10 +252,8 @@ def describe_bound(settings: Settings) -> str:
     """Describe what bounds the influence of one site on the mean."""
     channel = with_deployment_bound(settings.channel, settings.method)
     if channel.bound == "median":
-        return (
-            "changes above twice the round's median are shortened, and samples above four times the median do not "
-            "count (channel.bound)"
-        )
+        limits = "changes above twice the round's median are shortened, and samples above four times the median"
+        return f"{limits} do not count (channel.bound)"
     if channel.verified:
         return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
@@ -465,6 +457,9 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     if "joins" in request:
         done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
         return write_json(folder / JOIN_RESULT_FILE, done)
+    if "describes" in request:
+        done = describe_sites(grid, kit, Path(request["out"]), log_event)
+        return write_json(folder / DESCRIPTION_FILE, done)
     if "evaluates" in request:
         done = evaluate_at_sites(grid, kit, request, log_event)
         return write_json(folder / EVALUATION_FILE, done)
@@ -483,6 +478,21 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     log_event("ended", record=str(record.folder), table=table)
 
 
+def describe_sites(grid: Any, kit: ServerKit, out: Path, log_event: EventLogger) -> dict[str, Any]:
+    """Let the members of a finished verified sum describe their data, as their policies allow."""
+    record, settings = Record(out), stated_settings(Record(out).manifest)
+    run = DeployedRun(grid, kit, settings, record, lambda *words: None, {}, without_begin(log_event))
+    [(settings, training, seed)] = trainings_of_record(record, settings)
+    engine = run.open_training(settings, training, seed)
+    assert isinstance(engine, SumEngine)
+    return engine.describe(Transcript(out / "trainings" / f"{file_name(training, seed)}.{TRANSCRIPT_SUFFIX}"))
+
+
+def without_begin(log_event: EventLogger) -> EventLogger:
+    """Return a logger for what begins no run."""
+    return lambda kind, **facts: None if kind == "begun" else log_event(kind, **facts)
+
+
 RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them
 
 
@@ -497,18 +507,12 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
     if record.result() is None:
         raise SettingsError(f"{out} is not a finished run; resume it: fedvlm deploy run")
 
-    def log_joining(kind: str, **facts: Any) -> None:
-        if kind != "begun":  # no run begins
-            log_event(kind, **facts)
-
     others = {node for name, node in known_nodes(kit).items() if name != site}
     alone, settings = replace(kit, sites=(site,), quorum=1.0), stated_settings(record.manifest)
-    run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, log_joining, others)
+    run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, without_begin(log_event), others)
     with record.lock():
-        return {
-            file_name(training, seed): _join_training(run, site, now, training, seed)
-            for now, training, seed in trainings_of_record(record, settings)
-        }
+        trainings = trainings_of_record(record, settings)
+        return {file_name(of, seed): _join_training(run, site, now, of, seed) for now, of, seed in trainings}
 
 
 def _join_training(run: DeployedRun, site: str, settings: Settings, training: Training, seed: int) -> Any:

@@ -34,9 +34,9 @@ from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, Policy
 from fedvlm.deploy.site.snapshot import SAMPLES_FILE
 from fedvlm.deploy.site.sums import MAX_TEXT_DIFFERENCE
 from fedvlm.deploy.site.training import PARTITION_SEED, ignore_progress, load_site_samples
-from fedvlm.deploy.statements import read_agreements, read_ends, session_id
+from fedvlm.deploy.statements import hash_statements, read_agreements, read_ends
 from fedvlm.engines.client import Scores, measure
-from fedvlm.errors import DataError, FederationError, join_names
+from fedvlm.errors import FederationError, join_names
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import Prepared, check_samples, divide_client, frozen_of, prepare, text_of
 from fedvlm.runner.settings import Settings, build
@@ -91,7 +91,7 @@ class Evaluation:
         plan = read_plan(str(proof.get("plan")).encode())
         state = {key.removeprefix("shared/"): value for key, value in self._classifier(number).items()}
         agreements, ends = read_agreements(proof.get("agreements"), plan), read_ends(proof.get("ends"), plan, state)
-        if {end.session for end in ends.values()} != {session_id(agreements)}:
+        if {end.session for end in ends.values()} != {hash_statements(agreements)}:
             raise FederationError("the members ended another session than that of the plan")
         if (plan.settings.method, plan.classes) != (make(**entry.method), self.classes):
             raise FederationError("the plan that the members signed has another method or other classes")
@@ -131,10 +131,6 @@ class Evaluation:
     def _load(self, settings: Settings) -> EmbeddedTable:
         kit = self.kit
         rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, self.classes)
-        if rows.findings is not None:
-            raise DataError(
-                f"the data of {kit.name} have several findings per image, which cannot be evaluated here yet"
-            )
         check_samples(settings, rows)
         return rows
 

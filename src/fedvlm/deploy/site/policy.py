@@ -21,7 +21,7 @@ from fedvlm.storage.files import read_json
 WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and with which key
 POLICY_FILE = "policy.toml"
 ALL_METHODS = "*"
-DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
+DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "ridge", "tofa")
 SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 

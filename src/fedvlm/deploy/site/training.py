@@ -9,17 +9,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.core import make
+from fedvlm.classifier.personalised import Personalised
+from fedvlm.core import MIN_CLASS_CLIENTS, Tensors, make, setting
 from fedvlm.data.partition import ClientSplit
 from fedvlm.data.table import Dataset, EmbeddedTable, align_labels, match_classes
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import ReportedError, normalise_class_name, training_key
 from fedvlm.deploy.site.ledger import upload_cost
-from fedvlm.deploy.site.policy import Policy
+from fedvlm.deploy.site.policy import SCORE_STEPS, Policy
 from fedvlm.deploy.site.snapshot import ChosenSamples, choose_samples
-from fedvlm.engines.client import World, make_client, measure
+from fedvlm.engines.client import World, make_client, measure, predict
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
+from fedvlm.report.data_report import compare_correct, distances_to_rest, measure_images
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.manifest import provenance
 from fedvlm.runner.prepare import (
@@ -35,6 +37,7 @@ from fedvlm.runner.prepare import (
 )
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
+from fedvlm.storage.files import slug
 
 PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
 
@@ -69,11 +72,7 @@ def load_site_training(
     policy: Policy,
     resumes: bool = True,  # a run that has begun here; else the data of today are taken, if they may be
 ) -> SiteTraining:
-    """Load a site's own samples for one training.
-
-    The server chooses classes and method; how samples are split is the site's choice, unless the policy allows
-    otherwise.
-    """
+    """Load a site's samples for one training; how they are split is the site's choice, unless its policy leaves it."""
     seed = int(spec["seed"])
     if not kit.plays:
         policy.check_partition(settings.clients)
@@ -87,7 +86,9 @@ def load_site_training(
     check_samples(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
-        _check_plays(prepared, kit.plays)
+        if kit.plays not in (members := prepared.partition.clients):
+            names = join_names(list(members))
+            raise SettingsError(f"plays = {kit.plays!r} is not a client of this experiment; it has {names}")
     else:
         embeds_images = not kit.encoder.startswith("store:")
         clients = with_calibration(settings.clients) if embeds_images else settings.clients
@@ -98,24 +99,16 @@ def load_site_training(
     id = kit.plays or kit.name
     prepared = _limit_samples(prepared, id, policy.max_samples)
     if trial := "tuning" in spec:
-        prepared = _without_test(prepared, id)
+        member = replace(prepared.partition.clients[id], test=np.zeros(0, np.int64))  # nothing is chosen by them
+        prepared = _replace_member(prepared, id, member)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     train = prepared.partition.clients[id].train
     groups = group_numbers(rows)
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
-    return SiteTraining(
-        world,
-        label_tensor(rows).numpy()[train],
-        rows.encoder,
-        title,
-        origin,
-        spec,
-        trial,
-        chosen,
-        None if groups is None else groups.numpy()[train],
-    )
+    labels, of_train = label_tensor(rows).numpy()[train], None if groups is None else groups.numpy()[train]
+    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, chosen, of_train)
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
@@ -130,20 +123,9 @@ def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
     return _replace_member(prepared, id, replace(member, train=train, unlabelled=unlabelled))
 
 
-def _without_test(prepared: Prepared, id: str) -> Prepared:
-    """Remove the test samples of a trial, so that nothing is chosen by them."""
-    return _replace_member(prepared, id, replace(prepared.partition.clients[id], test=np.zeros(0, np.int64)))
-
-
 def _replace_member(prepared: Prepared, id: str, member: ClientSplit) -> Prepared:
     members = {**prepared.partition.clients, id: member}
     return replace(prepared, partition=replace(prepared.partition, clients=members))
-
-
-def _check_plays(prepared: Prepared, plays: str) -> None:
-    members = prepared.partition.clients
-    if plays not in members:
-        raise SettingsError(f"plays = {plays!r} is not a client of this experiment; it has {join_names(list(members))}")
 
 
 def with_reference(world: World, reference: Tensor | None) -> World:
@@ -232,9 +214,62 @@ def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> di
     scores = {"samples": measured["validation_rows"], "federated": federated}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
         return {**scores, "alone": "?", "advice": "not compared"}  # its samples are patches or pixels
-    probe = replace(world, method=method_for(make("alone"), world.frozen))
-    nothing, initial_local = probe.method.init(probe.frozen)
-    adapted = probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))
-    alone = measure(probe, nothing, adapted, id)["validation_hits"]
+    alone = measure(*_train_alone(world, id), id)["validation_hits"]
     better = "use the federation's classifier" if federated > alone else "keep your own classifier"
     return {**scores, "alone": alone, "advice": better if federated != alone else "no difference"}
+
+
+def describe_site(
+    kit: SiteKit, site_training: SiteTraining, world: World, totals: Tensors, mean: Tensor, policy: Policy
+) -> dict[str, float]:
+    """Describe the site's data, as far as its policy reports scores, against the verified sums of all members.
+
+    `totals` are the sums of class counts, and `mean` is the mean embedding of all that was summed. Counts leave only
+    in plain mode; a site that answers verified sums only tells rounded distances and its rounded gain.
+    """
+    if world.frozen.multi_label:
+        raise ReportedError("findings")
+    if policy.score_detail == "none":
+        return {}
+    name, min_count = kit.name, int(setting(world.method, "min_class_samples") or 1)
+    train = world.members[name].train
+    x, y = world.read(train).double(), world.y[torch.from_numpy(train)]
+    n_classes = len(world.frozen.classes)
+    counts, total = torch.bincount(y, minlength=n_classes).numpy(), totals["counts"][:n_classes].numpy()
+    total = np.where(totals["members"][:n_classes].numpy() >= MIN_CLASS_CLIENTS, total, 0)
+    visible = np.where((counts >= min_count) & (total > 0), counts, 0)
+    own = x[torch.from_numpy(visible)[y] > 0].sum(0)
+    sums = {name: own, "": mean.double() * int(total.sum()) - own}
+    members, sizes = {name: visible, "": total - visible}, {name: int(visible.sum()), "": int((total - visible).sum())}
+    facts: dict[str, float] = {}
+    if min(sizes.values()):
+        facts |= distances_to_rest(name, members, sums, sizes)._asdict()
+    rows = world.members[name].validation
+    if len(rows) and (total[counts > 0] > 0).all():  # else the sum lacks a class of this site
+        truth = world.y[torch.from_numpy(rows)]
+        classifier = Personalised.from_pretrained(kit.folder / "classifiers" / slug(site_training.title))
+        logits = classifier.logits(world.read(rows)), predict(*_train_alone(world, name), rows)
+        facts |= compare_correct(*((part.argmax(1) == truth).numpy() for part in logits))
+    if not policy.plain or policy.score_detail != "exact":
+        exact = ("samples", "difference", "half_width")
+        return {key: round(value * SCORE_STEPS) / SCORE_STEPS for key, value in facts.items() if key not in exact}
+    shown = {f"count {i}": count for i, count in enumerate(counts.tolist()) if not 0 < count < min_count}
+    if site_training.samples is None:  # a rehearsal's
+        return {key: value for key, value in facts.items() if key != "samples"}
+    table = site_training.samples.rows
+    further = {"duplicates": len(table.content) - len(set(table.content))}
+    if table.groups is not None:
+        further["groups"] = len(set(table.groups.tolist()) - {""})
+    if kit.data:
+        everything = {name: np.arange(len(table.labels))}
+        facts |= measure_images(open_data(kit.data, kit.source), table, everything, ignore_progress).get(name, {})
+    facts |= shown | {key: count for key, count in further.items() if not 0 < count < min_count}
+    hidden = ("samples", "measured") if len(shown) < n_classes else ()  # they would reveal a suppressed count
+    return {"min_count": min_count} | {key: value for key, value in facts.items() if key not in hidden}
+
+
+def _train_alone(world: World, id: str) -> tuple[World, Tensors, Tensors]:
+    """Train a classifier on the site's own samples alone; return it as `measure` and `predict` take it."""
+    probe = replace(world, method=method_for(make("alone"), world.frozen))
+    nothing, initial_local = probe.method.init(probe.frozen)
+    return probe, nothing, probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))

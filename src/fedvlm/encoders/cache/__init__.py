@@ -66,10 +66,8 @@ class Entry:
                 self._write(meta)
             stored_dtype, stored_shape = meta["tables"][name]
         if shape is not None and (stored_dtype, tuple(stored_shape)) != (dtype, shape):
-            raise DataError(
-                f"the cache holds {name} of shape {tuple(stored_shape)} for {meta['encoder']}, which now "
-                f"has {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
-            )
+            held = f"{name} of shape {tuple(stored_shape)} for {meta['encoder']}, which now has {shape}"
+            raise DataError(f"the cache holds {held}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`")
         return RowFile(self.folder / name, self._lock, stored_dtype, tuple(stored_shape))
 
     def ensure_table(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowFile:

@@ -102,10 +102,9 @@ class DatasetImages:
         before, after = (count_classes(self._dataset, part) for part in (slice(None), rows))
         lost_classes = np.flatnonzero((before > 0) & (after == 0))
         if lost_classes.size:
-            raise DataError(
-                f"no image of class {self._dataset.classes[int(lost_classes[0])]!r} of "
-                f"{self._dataset.name} can be read; replace the images or remove the class"
-            )
+            name = self._dataset.classes[int(lost_classes[0])]
+            problem = f"no image of class {name!r} of {self._dataset.name} can be read"
+            raise DataError(f"{problem}; replace the images or remove the class")
         return rows
 
 

@@ -24,10 +24,9 @@ class SourceTarget:
         if self.target == (EVERY_DOMAIN,):
             domain_names = sorted(set(domains.values()))
             if len(domain_names) < 2 or "" in domain_names:
-                raise SettingsError(
-                    f'target = "{EVERY_DOMAIN}" takes every domain in turn, and the clients have '
-                    f"{', '.join(map(repr, domain_names))}; name a target, or use data with domains"
-                )
+                found = ", ".join(map(repr, domain_names))
+                problem = f'target = "{EVERY_DOMAIN}" takes every domain in turn, and the clients have {found}'
+                raise SettingsError(f"{problem}; name a target, or use data with domains")
             return [self._training(domains, (domain,)) for domain in domain_names]
         return [self._training(domains, self.target)]
 
@@ -35,11 +34,9 @@ class SourceTarget:
         held_out = [id for id in domains if id in target or domains[id] in target]
         rest = [id for id in domains if id not in held_out]
         if not held_out or not rest:
-            raise SettingsError(
-                f"source-target tests on target = {list(target)}, which leaves {len(rest)} "
-                f"clients to train and {len(held_out)} unseen; name one or more domains, but not all "
-                "of them"
-            )
+            left = f"leaves {len(rest)} clients to train and {len(held_out)} unseen"
+            problem = f"source-target tests on target = {list(target)}, which {left}"
+            raise SettingsError(f"{problem}; name one or more domains, but not all of them")
         return contract.Training(", ".join(target), tuple(rest), tuple(held_out))
 
     def table(self, domains: Mapping[str, str], done: contract.TrainingResults, generalises: bool) -> Table:
