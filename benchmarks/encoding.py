@@ -1,17 +1,20 @@
 """How much of the bare model's speed is left when pictures come from JPEG and go to the cache.
 
-Run: python benchmarks/encoding.py
+Run: python benchmarks/encoding.py [--transformers 500]
 The model is a CLIP ViT-B/32 vision tower with random weights, the pictures are 640 x 480 JPEG.
 Both sides run in this process, in turns, so that the ratio holds on a busy machine too.
+With --transformers: so many JPEGs through a ViT-B/16 of random weights, beside plain transformers (Pillow, its image
+processor and its model in inference mode, batches of 32), in turns of a hundred.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -134,7 +137,61 @@ def loading(root: Path) -> float:
     return 1000 * float(np.median([seconds(read) for _ in range(9)]))
 
 
+def against_transformers(root: Path, count: int) -> None:
+    """Seconds from JPEG to embeddings by plain transformers and by fedvlm, in turns, and the lowest cosine."""
+    from transformers import ViTConfig, ViTModel
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    from fedvlm.encoders import open_encoder
+
+    torch.manual_seed(0)
+    ViTModel(ViTConfig(), add_pooling_layer=False).save_pretrained(root / "vit")
+    ViTImageProcessorPil().save_pretrained(root / "vit")
+    encoder = open_encoder(f"hf:{root / 'vit'}")
+    model = ViTModel.from_pretrained(root / "vit", add_pooling_layer=False).eval()
+    processor = ViTImageProcessorPil.from_pretrained(root / "vit")
+
+    @torch.inference_mode()
+    def plain(source: Jpegs) -> torch.Tensor:
+        rows = []
+        for first in range(0, len(source), BATCH):
+            pictures = [Image.open(BytesIO(data)).convert("RGB") for data in source.data[first : first + BATCH]]
+            rows.append(model(**processor(pictures, return_tensors="pt")).last_hidden_state[:, 0])
+        return torch.nn.functional.normalize(torch.cat(rows), dim=1)
+
+    def ours(source: Jpegs) -> torch.Tensor:
+        empty, labels = np.array([""] * len(source)), np.zeros(len(source), dtype=np.int64)
+        data = Dataset("jpegs", ("shape",), source, labels, empty, empty, empty)
+        return embed(data, encoder, cache=root / "cache", workers=1).embedded.x
+
+    walls, cpus, cosine = [0.0, 0.0], [0.0, 0.0], 1.0
+    plain(Jpegs(count, 2)), ours(Jpegs(count, 2))
+    for first in range(0, count, 100):
+        source, results = Jpegs(first, min(100, count - first)), []
+        for number, encode in enumerate((plain, ours)):
+            cpu, wall = process_time(), perf_counter()
+            results.append(encode(source))
+            walls[number] += perf_counter() - wall
+            cpus[number] += process_time() - cpu
+        cosine = min(cosine, float((results[0] * results[1]).sum(1).min()))
+    rates = [count / wall for wall in walls]
+    report(
+        f"ViT-B/16, {count} JPEGs, {torch.get_num_threads()} threads: transformers {rates[0]:.2f} images/s, ours "
+        f"{rates[1]:.2f} ({walls[0] / walls[1]:.2f} times; processor time of this process {cpus[0] / cpus[1]:.2f} "
+        f"times); lowest cosine {cosine:.7f}",
+        f"{count} JPEGs through ViT-B/16, beside transformers",
+        **{"images/s": rates[1], "ours: transformers": walls[0] / walls[1], "lowest cosine": cosine},
+    )
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transformers", type=int, default=0, metavar="IMAGES")
+    args = parser.parse_args()
+    if args.transformers:
+        with TemporaryDirectory() as root:
+            against_transformers(Path(root), args.transformers)
+        return 0
     with TemporaryDirectory() as root:
         took = loading(Path(root))
         report(

@@ -20,7 +20,7 @@ import typer.main
 
 from fedvlm.channel.settings import Channel
 from fedvlm.cli import app
-from fedvlm.core import OPTIONAL_PROTOCOLS, TRAIT_GROUPS, Schedule, Traits, make, methods, upload_sum
+from fedvlm.core import OPTIONAL_PROTOCOLS, TRAIT_GROUPS, Schedule, StateBounded, Traits, make, methods, upload_sum
 from fedvlm.core.schema import range_of
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.messages import ERROR_MESSAGES
@@ -223,7 +223,9 @@ def default_of(thing: Any, name: str) -> str:
 
 def call(thing: Any) -> str:
     """The names of what a function takes; annotations are in the source."""
-    return f"({', '.join(inspect.signature(thing).parameters)})" if inspect.isfunction(thing) else ""
+    if not inspect.isfunction(thing):
+        return ""
+    return f"({', '.join(name for name in inspect.signature(thing).parameters if name not in ('self', 'cls'))})"
 
 
 def doc(thing: Any) -> str:
@@ -317,7 +319,8 @@ def uploads_table() -> str:
             names = f"{len(upload)} weights, as `{next(iter(upload))}`"
         kinds = ", ".join(kind for kind, pattern in UPLOAD_KINDS.items() if re.search(pattern, " ".join(upload)))
         has_minimum = method.traits.classes.min_class_samples is not None
-        summed = {None: "no", "total": "sum"}.get(upload_sum(method), "mean") if upload else "-"
+        total = "sum" if isinstance(method, StateBounded) else "no"  # `check_verified` refuses the others
+        summed = {None: "no", "total": total}.get(upload_sum(method), "mean") if upload else "-"
         if method.traits.privacy.centralised:
             kinds = "not federated: all samples in one place"
         rows.append((f"`{name}`", names or "nothing", kinds or "-", "yes" if has_minimum else "-", summed))

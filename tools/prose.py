@@ -1,6 +1,6 @@
 """Check the hand-written pages: length of sentences, paragraphs and the whole, and words of our own.
 
-usage: python -m tools.prose [--all]     `make docs` calls it; `--all` also checks the pages of UNREVISED
+usage: python -m tools.prose     (`make docs` calls it)
 """
 
 import re
@@ -22,8 +22,6 @@ GENERATED = (
     "docs/reference/licences.md",
     "docs/security/tests-passed.md",
 )
-# Pages that are not rewritten yet. Empty before a release.
-UNREVISED: tuple[str, ...] = ("docs/explanation/auto.md",)
 # What not to write, and what the field writes instead.
 PRIVATE = {
     r"(training|validation|test|own|client's|site's|public|pooled|calibration|held) rows": "samples",
@@ -105,10 +103,10 @@ def total_words(texts: dict[str, str]) -> int:
     return sum(words(text) for name, text in texts.items() if name.startswith("docs/"))
 
 
-def check(texts: dict[str, str], unrevised: tuple[str, ...] = UNREVISED) -> list[str]:
+def check(texts: dict[str, str]) -> list[str]:
     """Return everything that is wrong with the pages together."""
-    found = [f"{name}: {line}" for name in texts if name not in unrevised for line in findings(texts[name])]
-    if total_words(texts) > MAX_WORDS and not unrevised:
+    found = [f"{name}: {line}" for name in texts for line in findings(texts[name])]
+    if total_words(texts) > MAX_WORDS:
         found.append(f"docs: {total_words(texts)} words by hand, at most {MAX_WORDS}")
     lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
     return found + ([f"README.md: {lines} lines, at most {MAX_README_LINES}"] if lines > MAX_README_LINES else [])
@@ -116,7 +114,7 @@ def check(texts: dict[str, str], unrevised: tuple[str, ...] = UNREVISED) -> list
 
 def main() -> None:
     texts = pages()
-    found = check(texts, () if "--all" in sys.argv else UNREVISED)
+    found = check(texts)
     lengths = [words(line) for text in texts.values() for part in paragraphs(text) for line in sentences(part)]
     prose = [length for length in lengths if length > 4]  # cells of tables are often not sentences
     print(f"{total_words(texts)} words by hand (at most {MAX_WORDS}); {sum(prose) / len(prose):.1f} words a sentence")

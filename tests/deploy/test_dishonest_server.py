@@ -376,7 +376,7 @@ ATTACKS = {
     too_many_rounds: ("the plan has 3 rounds, and round 3 was asked for", None),
     plain_round: ("without its session", None),
     vanished_member: ("members differ from those of an earlier sum", (sums.SumMember, "_check_history")),
-    garbage_under_the_mask: ("but channel.clip and noise allow 1", (statements, "check_state")),
+    garbage_under_the_mask: ("but channel.clip and noise allow 1", (statements.verified, "check_state")),
     wrong_counts: ("counts are not plausible", (sums._Step, "_check_counts")),
 }
 

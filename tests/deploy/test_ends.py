@@ -80,7 +80,7 @@ def following(monkeypatch, kit, answers, *states):
     found = list(states)
     monkeypatch.setattr(launch, "STATUS_INTERVAL_SECONDS", -1.0)
     monkeypatch.setattr(launch, "sleep", lambda seconds: None)
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: answers.pop(0))
+    monkeypatch.setattr(launch.processes, "is_server_up", lambda kit: answers.pop(0))
     monkeypatch.setattr(launch, "run_states", lambda kit: {"7": state} if (state := found.pop(0)) else {})
     with pytest.raises(FederationError) as error:
         launch.wait_for_run(kit, "7", lambda: False, lambda: None)

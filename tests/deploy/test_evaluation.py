@@ -226,6 +226,9 @@ def test_consent_is_asked_for_whatever_is_signed(place):
     assert "nobody at this site has consented" in done["missing"]["art"]
     place.consents("art")
     assert "art" in evaluate(place, "one")["sites"]
+    assert "names no purpose" not in str(
+        evaluate(place, "one", purpose="", contact="")["missing"]
+    )  # the run names both
     assert "names no purpose" in evaluate(place, "zero-shot", classes=CLASSES, purpose="")["missing"]["art"]
 
 

@@ -14,7 +14,8 @@ from fedvlm.cli import app
 from fedvlm.core import make
 from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.operations.events import EventLog, read_events
-from fedvlm.deploy.server.run import DeployedRun, check_deployable, join_late
+from fedvlm.deploy.server.evaluation import evaluate_at_sites
+from fedvlm.deploy.server.run import DeployedRun, check_deployable, describe_sites, join_late
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.policy import Policy
 from fedvlm.deploy.site.service import Site
@@ -242,3 +243,18 @@ def test_a_stricter_policy_reaches_every_finding():
     method = per_finding(make("ridge", min_class_samples=16))
     stricter = Policy(min_class_samples=40).with_min_class_samples(method)
     assert stricter.single.min_class_samples == stricter.traits.classes.min_class_samples == 40
+
+
+def test_a_classifier_of_findings_is_measured_without_training_and_its_data_are_not_described(tmp_path):
+    clinics = Clinics(tmp_path)
+    result = clinics.run("fedavg", channel={"clip": 1.0})
+    log_event, grid = EventLog(clinics.kit.folder), local_grid(clinics.sites)
+    done = evaluate_at_sites(grid, clinics.kit, {"evaluates": [str(result.folder), "zero-shot"]}, log_event)
+    for name, final in result.trainings()["all"]["scores"].items():
+        shared, zero_shot = done["sites"][name]["scores"]
+        assert (shared["test_rows"], shared["test_hits"]) == (final["test_rows"], final["test_hits"])
+        assert zero_shot["test_rows"] == final["test_rows"] > done["sites"][name]["units"] > 0
+        assert shared["AUC"] == pytest.approx(final["AUC"])
+    clinics.run("ridge", "data", channel={"verified": True}, allow_small=True)
+    with pytest.raises(FederationError, match="several findings each, which only `fedvlm data-report` describes"):
+        describe_sites(grid, clinics.kit, clinics.folder / "data", log_event)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedvlm.deploy.identity.keys import Signer
-from fedvlm.deploy.server.engine import RemoteEngine
+from fedvlm.deploy.server.engine import OpeningExchange, RemoteEngine
 from fedvlm.deploy.site.service import UnsignedMessageError
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import Message
@@ -92,7 +92,7 @@ def test_a_server_reads_whatever_a_site_signs(recorded, kind, path, value):
     place, engine, pairs = recorded
     request, reply = pairs[kind]
     signed_reply = place.desks["art"].sign(Message(changed(reply.header, path, value), reply.arrays))
-    at = engine.opening_exchange({}, 1.0) if kind == "open" else engine
+    at = OpeningExchange(engine, {}, 1.0) if kind == "open" else engine
     reason = None
     try:
         message = at._check_reply(signed_reply, "art", request)

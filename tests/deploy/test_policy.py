@@ -12,7 +12,6 @@ from fedvlm.core import make
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.messages import ERROR_MESSAGES, RequestRefused, encode_error, render_error
 from fedvlm.deploy.site.policy import (
-    DEFAULT_POLICY_TEXT,
     RULE_TEXTS,
     Policy,
     current_policy,
@@ -34,9 +33,9 @@ def policy(folder, text):
 
 
 def test_what_init_writes_is_the_default_with_its_methods(tmp_path):
-    site_policy = policy(tmp_path, DEFAULT_POLICY_TEXT)
+    site_policy = policy(tmp_path, example_policy())
     assert replace(site_policy, methods=()) == Policy()
-    written = {line.split(" = ")[0] for line in DEFAULT_POLICY_TEXT.splitlines()[1:]}
+    written = {line.split(" = ")[0] for line in example_policy().splitlines()[1:]}
     assert written == set(asdict(Policy())) == set(RULE_TEXTS)
     for name in ("auto", "fedot", "faa-clip", "fedotp", "tofa"):
         site_policy.admit(make(name), Channel(verified=True), LABELS)
@@ -49,7 +48,7 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
     with pytest.raises(RequestRefused, match="the method fedot is not allowed here, only none"):
         Policy().admit(FEDOT, Channel(), LABELS)
     with pytest.raises(RequestRefused, match="fens is not allowed"):
-        policy(tmp_path, DEFAULT_POLICY_TEXT).admit(make("fens"), Channel(), LABELS)
+        policy(tmp_path, example_policy()).admit(make("fens"), Channel(), LABELS)
     policy(tmp_path, OPEN).admit(make("fens"), Channel(), LABELS)
 
 

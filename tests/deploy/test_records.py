@@ -39,7 +39,7 @@ from fedvlm.tensors import max_relative_difference
 @pytest.fixture
 def served(place, monkeypatch):
     """A server whose ServerApp carries out requests in this process."""
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch.processes, "is_server_up", lambda kit: True)
 
     def carry_out(kit, id, done, on_poll):
         run_request(local_grid(place.desks), kit.folder, id)
@@ -169,7 +169,7 @@ def test_a_site_that_is_locked_out_writes_why_into_its_log(place, monkeypatch):
         def disconnect(self):
             pass
 
-    monkeypatch.setattr(service, "FleetClient", Client)
+    monkeypatch.setattr(service.fleet, "FleetClient", Client)
     monkeypatch.setattr(service, "check_server", lambda address, ca: None)
     printed = []
     with pytest.raises(FederationError, match="site art is not admitted"):

@@ -239,7 +239,7 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
 
 
 def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch.processes, "is_server_up", lambda kit: True)
 
     def interrupt(*words):
         raise KeyboardInterrupt
@@ -252,7 +252,7 @@ def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
 
 
 def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch.processes, "is_server_up", lambda kit: True)
     monkeypatch.setattr(launch, "MAX_PENDING_SECONDS", -1.0)
     with pytest.raises(FederationError, match="has not started the run.*superlink.log"):
         launch.run_over_sites(place.kit, place.settings(), place.folder / "run")
@@ -268,7 +268,7 @@ def test_a_training_is_known_by_what_it_is(place):
 
 
 def test_again_removes_nothing_of_a_run_that_is_going_on(place, monkeypatch):
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch.processes, "is_server_up", lambda kit: True)
     result = place.run()
     files = {path: path.read_bytes() for path in result.folder.rglob("*.safetensors")}
     assert files
@@ -279,7 +279,7 @@ def test_again_removes_nothing_of_a_run_that_is_going_on(place, monkeypatch):
 
 
 def test_again_removes_nothing_where_no_server_answers(place, monkeypatch):
-    monkeypatch.setattr(launch, "is_server_up", lambda kit: False)
+    monkeypatch.setattr(launch.processes, "is_server_up", lambda kit: False)
     result = place.run()
     with pytest.raises(FederationError, match="no server answers"):
         launch.run_over_sites(place.kit, place.settings(), result.folder, again=True)

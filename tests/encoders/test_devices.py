@@ -121,6 +121,29 @@ def test_an_encoder_in_half_precision_is_close_and_gives_float32(kind, opened):
         assert 0 < np.abs(a - b).max() < 0.02 * np.abs(a).max()
 
 
+def test_large_linear_layers_by_onednn_differ_by_rounding_and_small_ones_not_at_all(opened, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 512, generator=generator)
+    large, small = (torch.randn(width, 512, generator=generator) for width in (512, 511))
+    for bias in (None, torch.ones(512)):
+        exact = torch.nn.functional.linear(x.double(), large.double(), None if bias is None else bias.double())
+        with torch_encoder.OneDnnLinear():
+            computed = torch.nn.functional.linear(x, large, bias)
+        assert not torch.equal(computed, torch.nn.functional.linear(x, large, bias)) or not torch_encoder.has_slow_mkl()
+        torch.testing.assert_close(computed.double(), exact, rtol=1e-4, atol=1e-4)
+    with torch_encoder.OneDnnLinear():
+        assert torch.equal(torch.nn.functional.linear(x, small, None), x @ small.T)
+    encoder = opened("vit")
+    batch = pixels_for(encoder)
+    monkeypatch.setattr(torch_encoder, "has_slow_mkl", lambda: False)
+    assert isinstance(encoder.halved(), torch.autocast)
+    plain = encoder.embed(batch, True)
+    monkeypatch.setattr(torch_encoder, "has_slow_mkl", lambda: True)
+    monkeypatch.setattr(torch_encoder, "MIN_ONEDNN_WEIGHTS", 1)
+    assert isinstance(encoder.halved(), torch_encoder.OneDnnLinear)
+    np.testing.assert_allclose(encoder.embed(batch, True).pooled, plain.pooled, rtol=1e-4, atol=1e-5)
+
+
 def test_on_a_gpu_the_dtype_is_half_and_never_bfloat16(monkeypatch):
     monkeypatch.setattr(torch_encoder, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch_encoder, "set_deterministic", lambda: None)

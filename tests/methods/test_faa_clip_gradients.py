@@ -15,6 +15,7 @@ DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
 SETTINGS = [{"mask": mask} for mask in LAYERS]
 SETTINGS += [{"mask_duplicates": True, "local_norm": True}, {"adaptation": False}]
 SETTINGS += [{"shared_discriminator": True, "adaptation_weight": 0.9}]
+SETTINGS += [{"passes": "apart"}, {"passes": "apart", "mask": "deeper", "adaptation_weight": 0.9}]
 
 
 def draw(*shape, seed):
@@ -69,9 +70,9 @@ def test_written_gradients_and_statistics_are_those_of_autograd(settings):
             torch.testing.assert_close(new[key][i], value.detach(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("persist", [False, True])
-def test_clients_side_by_side_take_the_steps_they_take_alone(persist, monkeypatch):
-    method = make("faa-clip", persist=persist, batch_size=ROWS)
+@pytest.mark.parametrize("settings", [{}, {"persist": True}, {"passes": "apart"}], ids=str)
+def test_clients_side_by_side_take_the_steps_they_take_alone(settings, monkeypatch):
+    method = make("faa-clip", batch_size=ROWS, **settings)
     frozen, states = world(method)
     shared = tensors.stack([shared_state for shared_state, _ in states])
     local = tensors.stack([local_state for _, local_state in states])

@@ -51,7 +51,7 @@ def test_counts_duplicates_and_images_are_right(report):
     assert report.classes == ["healthy", "ill"]
     assert sites["north"].counts == [40, 41] and sites["south"].counts == [30, 50]
     assert sites["south"].duplicates == 0 and sites["north"].duplicates is None  # one, below the minimum
-    assert sites["south"].images["size"] == "24 x 20" and sites["south"].images["n_sizes"] == 1
+    assert sites["south"].images["width"] == 24 and sites["south"].images["n_sizes"] == 1
     assert sites["west"].images["mean"] < sites["south"].images["mean"]
     assert sites["south"].samples == 80 and not sites["south"].has_groups
 

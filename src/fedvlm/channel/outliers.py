@@ -5,7 +5,7 @@ they say per row, class by class among the clients that have the class.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -166,13 +166,7 @@ def bound_uploads(upload_round: UploadRound, dots: Tensor) -> UploadRound:
             uploads.append({key: (first[key] + change[key]).to(first[key].dtype) for key in upload})
         else:
             uploads.append(upload)
-    return UploadRound(
-        upload_round.method,
-        upload_round.upload_sum,
-        uploads,
-        upload_round.sent,
-        upload_round.sample_counts.clamp(max=limit),
-    )
+    return replace(upload_round, uploads=uploads, sample_counts=upload_round.sample_counts.clamp(max=limit))
 
 
 def unchanged_without(upload_round: UploadRound, dots: Tensor) -> list[bool]:

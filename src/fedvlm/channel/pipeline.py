@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from fedvlm import seeds, tensors
+from fedvlm.channel import steps
 from fedvlm.channel.outliers import MAX_EXACT_CLIENTS, UploadRound, bound_and_combine, outlier_scores, unchanged_without
 from fedvlm.channel.settings import Channel, ChannelError
-from fedvlm.channel.steps import (
-    SCALE_SUFFIX,
-    apply_change,
-    client_steps,
-    upload_change,
-)
 from fedvlm.channel.validation import UploadValidator, check_upload
 from fedvlm.channel.verified import sum_uploads
 from fedvlm.core import Method, Tensors, upload_sum
@@ -33,7 +28,7 @@ class UploadPipeline:
     """The steps of a channel in their order: `encode` at the client, `decode` at the server."""
 
     def __init__(self, channel: Channel) -> None:
-        self.channel, self.steps = channel, client_steps(channel)
+        self.channel, self.steps = channel, steps.client_steps(channel)
 
     def encode(self, upload: Tensors, sent: Tensors, state: Tensors, draw: Draw) -> tuple[Tensors, Tensors]:
         """Return the tensors that travel, and the channel state that the client keeps for the next round.
@@ -47,22 +42,22 @@ class UploadPipeline:
             )
         if not self.steps:
             return upload, state
-        change = upload_change(upload, sent)
+        change = steps.upload_change(upload, sent)
         for step in self.steps:
             change, state = step.encode(change, state, draw)
-        return {**upload, **change} if self.channel.quantise else apply_change(upload, sent, change), state
+        return {**upload, **change} if self.channel.quantise else steps.apply_change(upload, sent, change), state
 
     def decode(self, encoded: Tensors, sent: Tensors) -> Tensors:
         """Return the upload from the tensors that travelled."""
         if not self.channel.quantise:
             return encoded
-        change = {key: value for key, value in encoded.items() if key + SCALE_SUFFIX in encoded}
-        scales = {key + SCALE_SUFFIX for key in change}
+        change = {key: value for key, value in encoded.items() if key + steps.SCALE_SUFFIX in encoded}
+        scales = {key + steps.SCALE_SUFFIX for key in change}
         change |= {key: encoded[key] for key in scales}
         for step in reversed(self.steps):
             change = step.decode(change)
         upload = {key: change.get(key, value) for key, value in encoded.items() if key not in scales}
-        return apply_change(upload, sent, change)
+        return steps.apply_change(upload, sent, change)
 
     def cost(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Return what a round costs each client, as 1/z² of its own Gaussian mechanism.
@@ -210,16 +205,9 @@ class UploadReceiver:
             is_bound = self.channel.bound == "median"
             is_unchanged = unchanged_without(upload_round, dots) if is_bound else [True] * len(decoded.ids)
             unchanged = frozenset(id for id, flag in zip(decoded.ids, is_unchanged, strict=True) if flag)
-        outliers = outlier_scores(decoded.ids, dots)
-        return replace(
-            decoded,
-            ids=ids,
-            uploads=uploads,
-            weights=weights,
-            contributors=() if ids == decoded.ids else decoded.ids,
-            outliers=outliers,
-            unchanged_without=unchanged,
-        )
+        outliers, contributors = outlier_scores(decoded.ids, dots), () if ids == decoded.ids else decoded.ids
+        decoded = replace(decoded, ids=ids, uploads=uploads, weights=weights, contributors=contributors)
+        return replace(decoded, outliers=outliers, unchanged_without=unchanged)
 
     def _use_sum(self, received: ReceivedUploads, upload: Tensors) -> DecodedUploads:
         """Return the one upload that other machines made of all."""

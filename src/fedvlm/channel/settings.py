@@ -16,17 +16,15 @@ class ChannelError(FederationError):
 @dataclass(frozen=True)
 class Channel:
     clip: float = ranged_field(0.0, NON_NEGATIVE)  # largest norm of a client's change; 0: any
-    noise_multiplier: float = ranged_field(
-        0.0, NON_NEGATIVE
-    )  # standard deviation of the noise each client adds, as a multiple of clip
+    # standard deviation of the noise each client adds, as a multiple of clip
+    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # ε of all uploads, for which the noise is found; 0: as set
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     # members of a verified sum that a client trusts to add noise, itself included: each adds 1/√honest of it
     honest: int = ranged_field(1, COUNT)
     quantise: bool = False  # 8 bits per value; rounding errors are added to the next upload
     verified: bool = False  # members add up masked uploads and check the sum; nobody sees an upload
-    # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
-    # shortens it to twice the median of the round's.
+    # the server refuses a change of a larger norm; 0: any; "median": shorten it to twice the round's median
     bound: float | Literal["median"] = ranged_field(0.0, NON_NEGATIVE)
     aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"  # robust means
     max_samples: int = ranged_field(10_000_000, COUNT)  # the server refuses a client that reports more training samples

@@ -7,7 +7,6 @@ from these. A simulation leaves the masks out, because they cancel exactly. `fed
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +119,6 @@ def sum_uploads(
 
 def derive_key(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """Return a key of 256 bits by HKDF-SHA256."""
-    require_cryptography()
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -142,14 +140,6 @@ def mask_vector(vector: Vector, name: str, pair_keys: Mapping[str, bytes]) -> Ve
         mask = np.frombuffer(key_stream(key, 8 * vector.size), np.uint64)
         (np.add if name < peer else np.subtract)(out, mask, out=out)
     return out
-
-
-def require_cryptography() -> Any:
-    try:
-        import cryptography
-    except ImportError as error:
-        raise SettingsError("a verified sum needs the package cryptography; pip install 'fedvlm[flower]'") from error
-    return cryptography
 
 
 def count_classes(y: Tensor, n_classes: int, method: Method) -> Tensors:

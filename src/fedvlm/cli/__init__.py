@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
+from typer import Option
 
 from fedvlm.cli.classifier import export, join, predict, score, serve
 from fedvlm.cli.data import cache_app, data_report, describe, embed, partition, serve_encoder
@@ -41,9 +42,9 @@ def _version(show_version: bool) -> None:
 def options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the traceback of an error.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Print the traceback of an error.")] = False,
 ) -> None:
     if context.obj is not None:
         context.obj["verbose"] = verbose

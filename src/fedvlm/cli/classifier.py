@@ -4,11 +4,13 @@ import csv
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from fedvlm.cli.options import (
     Access,
@@ -22,6 +24,7 @@ from fedvlm.cli.options import (
     TlsKey,
     TokenFile,
     Training,
+    output_file,
     parse_pairs,
 )
 from fedvlm.cli.progress import progress
@@ -29,29 +32,26 @@ from fedvlm.cli.progress import progress
 if TYPE_CHECKING:
     from fedvlm.classifier.predict import Predictions
 
-Folder = Annotated[Path, typer.Argument(help="Classifier written by `fedvlm export`.")]
-EncoderOption = Annotated[str, typer.Option(help="Encoder, if it has moved since the export.")]
+Folder = Annotated[Path, Argument(help="Classifier written by `fedvlm export`.")]
+EncoderOption = Annotated[str, Option(help="Encoder, if it has moved since the export.")]
 GroupOption = Annotated[
-    Literal["image", "mean", "max"],
-    typer.Option(help="Predict each image, or each group by mean or max of its logits."),
+    Literal["image", "mean", "max"], Option(help="Predict each image, or each group by mean or max of its logits.")
 ]
-Coverage = Annotated[float | None, typer.Option(help="Predict sets with this coverage, e.g. 0.95.")]
+Coverage = Annotated[float | None, Option(help="Predict sets with this coverage, e.g. 0.95.")]
 
 
 def predict(
     folder: Folder,
-    images: Annotated[list[Path], typer.Argument(help="Images, folders, .zip files or tables of embeddings.")],
+    images: Annotated[list[Path], Argument(help="Images, folders, .zip files or tables of embeddings.")],
     encoder: EncoderOption = "",
     access: Access = None,
-    top: Annotated[int, typer.Option(min=1, help="Print this many classes per image.")] = 1,
-    all_classes: Annotated[bool, typer.Option("--all", help="Print all classes.")] = False,
+    top: Annotated[int, Option(min=1, help="Print this many classes per image.")] = 1,
+    all_classes: Annotated[bool, Option("--all", help="Print all classes.")] = False,
     coverage: Coverage = None,
-    reject: Annotated[bool, typer.Option("--reject", help="Mark images unlike any the client has seen.")] = False,
+    reject: Annotated[bool, Option("--reject", help="Mark images unlike any the client has seen.")] = False,
     group: GroupOption = "image",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of CSV.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write to this file instead of stdout.")
-    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of CSV.")] = False,
+    out: Annotated[Path | None, output_file("Write to this file instead of stdout.")] = None,
     import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
@@ -65,17 +65,10 @@ def predict(
     from fedvlm.classifier.predict import predict as run
     from fedvlm.storage.files import write_file
 
+    options = parse_pairs("--access", access)
     with progress() as report:
-        predictions = run(
-            folder,
-            images,
-            encoder,
-            parse_pairs("--access", access),
-            lambda done, total: report("predicting", done, total),
-            coverage,
-            reject,
-            group,
-        )
+        on_progress = partial(report, "predicting")
+        predictions = run(folder, images, encoder, options, on_progress, coverage, reject, group)
     lines = table(predictions, len(predictions.classes) if all_classes else top, coverage is not None)
     text = _json(predictions, lines) if as_json else _csv(lines)
     if out is None:
@@ -130,7 +123,7 @@ def _json(predictions: "Predictions", lines: list[dict[str, Any]]) -> str:
 
 def score(
     folder: Folder,
-    data: Annotated[str, typer.Argument(help="Labelled images, e.g. in one folder per class; or store:TABLE.")],
+    data: Annotated[str, Argument(help="Labelled images, e.g. in one folder per class; or store:TABLE.")],
     source: Source = None,
     encoder: EncoderOption = "",
     access: Access = None,
@@ -145,17 +138,10 @@ def score(
     from fedvlm.classifier.predict import score as run
     from fedvlm.report.tables import render_table
 
+    reading, options = parse_pairs("--source", source), parse_pairs("--access", access)
     with progress() as report:
-        evaluation = run(
-            folder,
-            data,
-            parse_pairs("--source", source),
-            encoder,
-            parse_pairs("--access", access),
-            lambda done, total: report("predicting", done, total),
-            coverage,
-            group,
-        )
+        on_progress = partial(report, "predicting")
+        evaluation = run(folder, data, reading, encoder, options, on_progress, coverage, group)
     if as_json:
         typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
     else:
@@ -216,10 +202,10 @@ def serve(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    folder: Annotated[Path, typer.Argument(help="New folder of the classifier.")],
-    client: Annotated[str, typer.Option(help="Client whose classifier is exported.")],
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also write the head as ONNX.")] = False,
+    run: Annotated[Path, Argument(help="Folder of the run.")],
+    folder: Annotated[Path, Argument(help="New folder of the classifier.")],
+    client: Annotated[str, Option(help="Client whose classifier is exported.")],
+    onnx: Annotated[bool, Option("--onnx", help="Also write the head as ONNX.")] = False,
     import_: Import = None,
 ) -> None:
     """Export one client's classifier from a run.
@@ -229,22 +215,20 @@ def export(
     from fedvlm.classifier.export import export as write
 
     classifier = write(run, client, folder, onnx)
-    typer.echo(
-        f"{classifier.method.name} for {client} ({len(classifier.frozen.classes)} classes, "
-        f"{classifier.encoder}) is in {folder}"
-    )
+    about = f"{len(classifier.frozen.classes)} classes, {classifier.encoder}"
+    typer.echo(f"{classifier.method.name} for {client} ({about}) is in {folder}")
 
 
 def join(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    data: Annotated[str, typer.Argument(help="Images of the new client.")],
-    out: Annotated[Path, typer.Option("--output", "-o", help="New folder of the classifier.")],
-    client: Annotated[str, typer.Option(help="Name of the new client.")] = "new",
+    run: Annotated[Path, Argument(help="Folder of a finished run.")],
+    data: Annotated[str, Argument(help="Images of the new client.")],
+    out: Annotated[Path, Option("--output", "-o", help="New folder of the classifier.")],
+    client: Annotated[str, Option(help="Name of the new client.")] = "new",
     source: Source = None,
-    encoder: Annotated[str, typer.Option(help="Encoder of the run, if it has moved.")] = "",
+    encoder: Annotated[str, Option(help="Encoder of the run, if it has moved.")] = "",
     access: Access = None,
     training: Training = None,
-    train_ratio: Annotated[float, typer.Option(help="Fraction of the samples to train on.")] = 0.8,
+    train_ratio: Annotated[float, Option(help="Fraction of the samples to train on.")] = 0.8,
 ) -> None:
     """Train a classifier for a late client of a finished run.
 
@@ -263,13 +247,9 @@ def join(
     for message in notes:
         typer.echo(message, err=True)
     done = adapt(result, rows, client, training=training, train_fraction=train_ratio)
-    story = ClassifierOrigin(
-        {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
-        f"joined {result.folder.name}",
-        done.n_test_samples,
-        round(done.accuracy * done.n_test_samples),
-    )
-    save_with_card(done.classifier, story, out)
+    facts = {**result.manifest, "data": rows.name, "rows": rows.fingerprint}
+    counts = done.n_test_samples, round(done.accuracy * done.n_test_samples)
+    save_with_card(done.classifier, ClassifierOrigin(facts, f"joined {result.folder.name}", *counts), out)
     if not done.is_adapted:
         name = done.classifier.method.name
         typer.echo(f"{name} does not adapt to a client; {client} gets the shared classifier")

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from fedvlm.cli.options import (
     Access,
@@ -22,6 +23,7 @@ from fedvlm.cli.options import (
     TlsKey,
     TokenFile,
     examples,
+    output_file,
     parse_pairs,
 )
 from fedvlm.cli.progress import progress
@@ -32,11 +34,11 @@ cache_app = typer.Typer(no_args_is_help=True, cls=SectionedGroup, help="Manage t
 
 def embed(
     data: Data,
-    encoder: Annotated[str, typer.Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
+    encoder: Annotated[str, Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
     source: Source = None,
     access: Access = None,
-    patches: Annotated[bool, typer.Option("--patches", help="Also embed image patches.")] = False,
-    precision: Annotated[Precision, typer.Option(help="Precision of the cached embeddings.")] = "float32",
+    patches: Annotated[bool, Option("--patches", help="Also embed image patches.")] = False,
+    precision: Annotated[Precision, Option(help="Precision of the cached embeddings.")] = "float32",
     quiet: Quiet = False,
 ) -> None:
     """Embed every image once and cache the result."""
@@ -60,12 +62,10 @@ def partition(
     data: Data,
     source: Source = None,
     set_: Set = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the split (default: the first of `seeds`).")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Also draw the table to this PNG file.")
-    ] = None,
+    seed: Annotated[int | None, Option(help="Seed of the split (default: the first of `seeds`).")] = None,
+    out: Annotated[Path | None, output_file("Also draw the table to this PNG file.")] = None,
     near_duplicates: Annotated[
-        bool, typer.Option("--near-duplicates", help="Also list near-duplicates across splits.")
+        bool, Option("--near-duplicates", help="Also list near-duplicates across splits.")
     ] = False,
 ) -> None:
     """Show samples per class and client before a run."""
@@ -126,13 +126,11 @@ def partition(
 
 def data_report(
     data: Data,
-    encoder: Annotated[str, typer.Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
+    encoder: Annotated[str, Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
     source: Source = None,
     set_: Set = None,
-    min_count: Annotated[int, typer.Option(min=1, help="Suppress counts below this number.")] = 1,
-    out: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="HTML file of the report.")] = Path(
-        "data-report.html"
-    ),
+    min_count: Annotated[int, Option(min=1, help="Suppress counts below this number.")] = 1,
+    out: Annotated[Path, output_file("HTML file of the report.")] = Path("data-report.html"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -160,7 +158,7 @@ def data_report(
 
 
 def serve_encoder(
-    encoder: Annotated[str, typer.Argument(help="Encoder (see `fedvlm list encoders`).")],
+    encoder: Annotated[str, Argument(help="Encoder (see `fedvlm list encoders`).")],
     port: Port = 8765,
     host: Host = "127.0.0.1",
     token_file: TokenFile = None,
@@ -187,9 +185,7 @@ def serve_encoder(
 
 
 @cache_app.command("ls", epilog=examples("fedvlm cache ls --json"))
-def cache_ls(
-    as_json: Json = False,
-) -> None:
+def cache_ls(as_json: Json = False) -> None:
     """List cached embeddings by encoder."""
     from dataclasses import asdict
 
@@ -207,9 +203,7 @@ def cache_ls(
 
 
 @cache_app.command("rm", epilog=examples("fedvlm cache rm 66ec"))
-def cache_rm(
-    fingerprint: Annotated[str, typer.Argument(help="First characters of the encoder's fingerprint.")],
-) -> None:
+def cache_rm(fingerprint: Annotated[str, Argument(help="First characters of the encoder's fingerprint.")]) -> None:
     """Remove the cached embeddings of one encoder."""
     from fedvlm.encoders.cache import cache_directory, remove_entry
 
@@ -219,8 +213,8 @@ def cache_rm(
 
 @cache_app.command("verify", epilog=examples("fedvlm cache verify --drop"))
 def cache_verify(
-    fingerprint: Annotated[str, typer.Argument(help="Fingerprint of one encoder (default: all).")] = "",
-    drop: Annotated[bool, typer.Option("--drop", help="Remove damaged embeddings; they are embedded again.")] = False,
+    fingerprint: Annotated[str, Argument(help="Fingerprint of one encoder (default: all).")] = "",
+    drop: Annotated[bool, Option("--drop", help="Remove damaged embeddings; they are embedded again.")] = False,
 ) -> None:
     """Check cached embeddings against their checksums.
 
@@ -239,11 +233,11 @@ def cache_verify(
 
 def describe(
     data: Data,
-    model: Annotated[Path, typer.Option(help="Folder of a text-generation model of transformers.")],
-    out: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="JSON file of sentences by class.")],
+    model: Annotated[Path, Option(help="Folder of a text-generation model of transformers.")],
+    out: Annotated[Path, output_file("JSON file of sentences by class.")],
     source: Source = None,
-    topic: Annotated[str, typer.Option(help="What the images show, in a few words.")] = "",
-    questions: Annotated[int, typer.Option(help="Number of questions per class.")] = 4,
+    topic: Annotated[str, Option(help="What the images show, in a few words.")] = "",
+    questions: Annotated[int, Option(help="Number of questions per class.")] = 4,
 ) -> None:
     """Describe the classes with a local language model.
 
@@ -260,11 +254,7 @@ def describe(
     topic = topic or f"an image data set called {dataset.name}"
     with progress() as report:
         sentences = write(
-            dataset.classes,
-            topic,
-            load_writer(model),
-            questions,
-            lambda done, total: report("describing", done, total),
+            dataset.classes, topic, load_writer(model), questions, lambda done, total: report("describing", done, total)
         )
     save(out, (json.dumps(sentences, indent=1, ensure_ascii=False) + "\n").encode())
     silent = [name for name, class_sentences in sentences.items() if not class_sentences]

@@ -3,44 +3,64 @@
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer import Argument, Option
 
-from fedvlm.cli.options import Access, Encoder, Force, Json, SectionedGroup, Set, Source, examples, parse_pairs
+from fedvlm.cli.options import (
+    Access,
+    Encoder,
+    Force,
+    Json,
+    SectionedGroup,
+    Set,
+    Source,
+    echo_error,
+    examples,
+    parse_pairs,
+    to_json,
+)
 from fedvlm.cli.progress import progress
 
 deploy_app = typer.Typer(no_args_is_help=True, cls=SectionedGroup, help="Run a federation between real sites.")
-Server = Annotated[Path, typer.Argument(help="Folder of the server.")]
-Site = Annotated[Path, typer.Argument(help="Folder of the site.")]
-Folder = Annotated[Path, typer.Argument(help="Folder of a server or a site.")]
 
 
-@deploy_app.command(
-    rich_help_panel="Set up",
-    epilog=examples("fedvlm deploy init fed --host server.example.org", "fedvlm deploy init fed --sites a,b,c"),
-)
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def command(section: str, *lines: str, name: str | None = None) -> Callable[[Command], Command]:
+    """Register a command of `fedvlm deploy` in a section of its help, with examples."""
+    return deploy_app.command(name, rich_help_panel=section, epilog=examples(*lines))
+
+
+Server = Annotated[Path, Argument(help="Folder of the server.")]
+Site = Annotated[Path, Argument(help="Folder of the site.")]
+Folder = Annotated[Path, Argument(help="Folder of a server or a site.")]
+
+
+@command("Set up", "fedvlm deploy init fed --host server.example.org", "fedvlm deploy init fed --sites a,b,c")
 def init(
-    folder: Annotated[Path, typer.Argument(help="New folder of the federation.")],
-    sites: Annotated[str, typer.Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
-    host: Annotated[str, typer.Option(help="Address at which sites reach the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port at which sites reach the server.")] = 8443,
-    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
-    plain: Annotated[bool, typer.Option("--plain", help="Let runs ask for single uploads without noise.")] = False,
+    folder: Annotated[Path, Argument(help="New folder of the federation.")],
+    sites: Annotated[str, Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
+    host: Annotated[str, Option(help="Address at which sites reach the server.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port at which sites reach the server.")] = 8443,
+    listen: Annotated[str, Option(help="HOST:PORT to listen on, if it differs (NAT, containers).")] = "",
+    plain: Annotated[bool, Option("--plain", help="Let runs ask for single uploads without noise.")] = False,
 ) -> None:
     """Create the server's folder and an invitation for sites.
 
     Runs ask for verified sums, which need three sites or more, unless you allow plain mode.
     """
     from fedvlm.channel.verified import MIN_SUM_MEMBERS
-    from fedvlm.deploy.kits import INVITATION_FILE
-    from fedvlm.deploy.kits import create_kits as write_kits
+    from fedvlm.deploy.kits import INVITATION_FILE, create_kits
     from fedvlm.deploy.site.policy import PLAIN_RISK
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
     options: dict[str, Any] = {"plain": plain, **({"listen": listen} if listen else {})}
-    central, *kits = write_kits(folder, names, host, port, **options)
+    central, *kits = create_kits(folder, names, host, port, **options)
     typer.echo(f"{central}: keep this folder on the server")
     typer.echo(f"{central / INVITATION_FILE}: send this to each site that joins; it contains no secret")
     for path in kits:
@@ -58,7 +78,7 @@ def init(
         )
 
 
-@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy server fed/server"))
+@command("Run", "fedvlm deploy server fed/server")
 def server(folder: Server) -> None:
     """Start the server.
 
@@ -94,14 +114,14 @@ def server(folder: Server) -> None:
             link.stop()
 
 
-@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy site north --data images --encoder demo"))
+@command("Run", "fedvlm deploy site north --data images --encoder demo")
 def site(
     folder: Site,
-    data: Annotated[str | None, typer.Option(help="Images of this site, one folder per class.")] = None,
+    data: Annotated[str | None, Option(help="Images of this site, one folder per class.")] = None,
     encoder: Encoder = None,
     source: Source = None,
     access: Access = None,
-    test_only: Annotated[bool, typer.Option("--test-only", help="Only evaluate classifiers; never train.")] = False,
+    test_only: Annotated[bool, Option("--test-only", help="Only evaluate classifiers; never train.")] = False,
 ) -> None:
     """Start a site.
 
@@ -128,39 +148,36 @@ def site(
         typer.echo("the site is stopped", err=True)
 
 
-@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy run fed/server experiment.toml --quorum 0.6"))
+@command("Run", "fedvlm deploy run fed/server experiment.toml --quorum 0.6")
 def run(
     folder: Server,
-    experiment: Annotated[str, typer.Argument(help="Experiment name or TOML file.")],
+    experiment: Annotated[str, Argument(help="Experiment name or TOML file.")],
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the runs.")] = None,
     again: Force = False,
-    quorum: Annotated[float | None, typer.Option(help="Fraction of sites that must reply (default: 0.5).")] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds a site has for a round (default: 600).")] = None,
-    wait: Annotated[float | None, typer.Option(help="Seconds to wait for sites at the start (default: 120).")] = None,
+    quorum: Annotated[float | None, Option(help="Fraction of sites that must reply (default: 0.5).")] = None,
+    deadline: Annotated[float | None, Option(help="Seconds a site has for a round (default: 600).")] = None,
+    wait: Annotated[float | None, Option(help="Seconds to wait for sites at the start (default: 120).")] = None,
 ) -> None:
     """Run an experiment at the connected sites and print its table."""
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.server.launch import run_over_sites as run_over_sites
+    from fedvlm.deploy.server.launch import run_over_sites
 
     kit = read_server(folder)
-    round_options = {"quorum": quorum, "deadline": deadline, "wait": wait}
-    rules = {key: value for key, value in round_options.items() if value is not None}
+    options = {"quorum": quorum, "deadline": deadline, "wait": wait}
+    rules = {key: value for key, value in options.items() if value is not None}
     with progress() as report:
-        _run_experiment(
-            experiment,
-            set_,
-            lambda number, settings, place: run_over_sites(
-                kit, settings, place, again, report, lambda text: typer.echo(text, err=True), **rules
-            ),
-            out,
-        )
+
+        def go(number: int, settings: Any, place: Path | None) -> Any:
+            return run_over_sites(kit, settings, place, again, report, echo_error, **rules)
+
+        _run_experiment(experiment, set_, go, out)
 
 
-@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy local rehearsal --set method.rounds=2"))
+@command("Set up", "fedvlm deploy local rehearsal --set method.rounds=2")
 def local(
-    experiment: Annotated[str, typer.Argument(help="Experiment name or TOML file.")],
-    folder: Annotated[Path, typer.Option("--output", "-o", help="Folder of kits, logs and runs.")] = Path("rehearsal"),
+    experiment: Annotated[str, Argument(help="Experiment name or TOML file.")],
+    folder: Annotated[Path, Option("--output", "-o", help="Folder of kits, logs and runs.")] = Path("rehearsal"),
     set_: Set = None,
 ) -> None:
     """Rehearse a federation here, with one process per site.
@@ -171,14 +188,11 @@ def local(
 
     _stop_gently()
     with progress() as report:
-        _run_experiment(
-            experiment,
-            set_,
-            lambda number, settings, place: rehearse(
-                settings, folder / f"{number}-{settings.method.name}", progress=report
-            ),
-            None,
-        )
+
+        def go(number: int, settings: Any, place: Path | None) -> Any:
+            return rehearse(settings, folder / f"{number}-{settings.method.name}", progress=report)
+
+        _run_experiment(experiment, set_, go, None)
 
 
 def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
@@ -202,18 +216,43 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
     typer.echo("records: " + ", ".join(str(run_settings.folder) for run_settings in results))
 
 
-@deploy_app.command(
-    rich_help_panel="Run",
-    epilog=examples(
-        "fedvlm deploy evaluate fed/server zero-shot auto", "fedvlm deploy evaluate fed/server classifier --json"
-    ),
+@command("Run", "fedvlm deploy data fed/server --classes cat,dog")
+def data(
+    folder: Server,
+    classes: Annotated[str, typer.Option(help="Class names of all sites, e.g. cat,dog.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="HTML page to write.")] = Path("data-report.html"),
+    purpose: Annotated[str, typer.Option(help="What for, in plain words.")] = "to know the data before training",
+    contact: Annotated[str, typer.Option(help="Who answers questions.")] = "",
+    again: Force = False,
+) -> None:
+    """Describe the data of all sites before training on one page.
+
+    Sums come from a verified run of ridge; of single sites the page has what each policy allows.
+    """
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.server.launch import report_site_data
+    from fedvlm.report.data_report import headline, write_report
+    from fedvlm.runner.settings import build
+
+    names = [name.strip() for name in classes.split(",") if name.strip()]
+    values = {"method": "ridge", "protocol": "own-test", "source": {"classes": names}, "channel": {"verified": True}}
+    settings = build({**values, "purpose": purpose, "contact": contact})
+    with progress() as report:
+        found = report_site_data(read_server(folder), settings, again, report, lambda text: typer.echo(text, err=True))
+    for title, text in headline(found):
+        typer.echo(f"{title}: {text}")
+    typer.echo(f"wrote {write_report(found, out)}")
+
+
+@command(
+    "Run", "fedvlm deploy evaluate fed/server zero-shot auto", "fedvlm deploy evaluate fed/server classifier --json"
 )
 def evaluate(
     folder: Server,
-    classifiers: Annotated[list[str], typer.Argument(help="Runs, exported classifiers, or zero-shot.")],
-    classes: Annotated[str, typer.Option(help="Class names for zero-shot alone, e.g. cat,dog.")] = "",
-    purpose: Annotated[str, typer.Option(help="What for, in plain words (default: that of the run).")] = "",
-    contact: Annotated[str, typer.Option(help="Who answers questions (default: that of the run).")] = "",
+    classifiers: Annotated[list[str], Argument(help="Runs, exported classifiers, or zero-shot.")],
+    classes: Annotated[str, Option(help="Class names for zero-shot alone, e.g. cat,dog.")] = "",
+    purpose: Annotated[str, Option(help="What for, in plain words (default: that of the run).")] = "",
+    contact: Annotated[str, Option(help="Who answers questions (default: that of the run).")] = "",
     as_json: Json = False,
 ) -> None:
     """Measure classifiers on the test samples of all sites.
@@ -227,26 +266,24 @@ def evaluate(
 
     names = [name.strip() for name in classes.split(",") if name.strip()]
     kit, statement = read_server(folder), {"purpose": purpose, "contact": contact}
-    done = evaluate_over_sites(kit, classifiers, names, lambda text: typer.echo(text, err=True), **statement)
+    done = evaluate_over_sites(kit, classifiers, names, echo_error, **statement)
     for site, reason in done["missing"].items():
         typer.echo(f"{site}: {reason}", err=True)
     for note in done["notes"]:
         typer.echo(note, err=True)
     if as_json:
-        typer.echo(json.dumps(done, indent=1, ensure_ascii=False))
+        typer.echo(to_json(done))
         return
     typer.echo(render_table(*evaluation_table(done), "text"), nl=False)
     typer.echo(f"accuracy in % with 95 % intervals, on test samples; plan {done['plan'][:16]}")
 
 
-@deploy_app.command(
-    rich_help_panel="Run", epilog=examples("fedvlm deploy reference fed/server --data public --encoder demo")
-)
+@command("Run", "fedvlm deploy reference fed/server --data public --encoder demo")
 def reference(
     folder: Server,
-    data: Annotated[str, typer.Option(help="Public images; their labels are not used.")],
-    encoder: Annotated[str, typer.Option(help="Encoder of the sites.")],
-    patches: Annotated[bool, typer.Option("--patches", help="Also embed image patches.")] = False,
+    data: Annotated[str, Option(help="Public images; their labels are not used.")],
+    encoder: Annotated[str, Option(help="Encoder of the sites.")],
+    patches: Annotated[bool, Option("--patches", help="Also embed image patches.")] = False,
 ) -> None:
     """Embed public images for methods that need a reference set."""
     from fedvlm.deploy.server.run import write_reference
@@ -256,7 +293,7 @@ def reference(
     typer.echo(f"wrote {count} reference samples to {folder}")
 
 
-@deploy_app.command(rich_help_panel="Consent and policy", epilog=examples("fedvlm deploy policy north"))
+@command("Consent and policy", "fedvlm deploy policy north")
 def policy(folder: Site) -> None:
     """Explain a site's policy and what has left the site."""
     from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, describe_spending
@@ -267,19 +304,18 @@ def policy(folder: Site) -> None:
         typer.echo(line)
 
 
-@deploy_app.command(
-    rich_help_panel="Consent and policy",
-    epilog=examples(
-        "fedvlm deploy consent north", "fedvlm deploy consent north --by 'Dr Lee' --plan 3f2a9c01 --days 7"
-    ),
+@command(
+    "Consent and policy",
+    "fedvlm deploy consent north",
+    "fedvlm deploy consent north --by 'Dr Lee' --plan 3f2a9c01 --days 7",
 )
 def consent(
     folder: Site,
-    by: Annotated[str, typer.Option(help="Name of the person who decides, from `deploy people`.")] = "",
-    plan: Annotated[str, typer.Option(help="Beginning of the hash of the plan that is decided on.")] = "",
-    days: Annotated[float, typer.Option(help="Days the consent is valid.")] = 1.0,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw every consent.")] = False,
-    refuse: Annotated[str, typer.Option(help="Refuse with this reason, which stays at the site.")] = "",
+    by: Annotated[str, Option(help="Name of the person who decides, from `deploy people`.")] = "",
+    plan: Annotated[str, Option(help="Beginning of the hash of the plan that is decided on.")] = "",
+    days: Annotated[float, Option(help="Days the consent is valid.")] = 1.0,
+    withdraw: Annotated[bool, Option("--withdraw", help="Withdraw every consent.")] = False,
+    refuse: Annotated[str, Option(help="Refuse with this reason, which stays at the site.")] = "",
 ) -> None:
     """Show, accept or refuse a request that needs consent.
 
@@ -311,16 +347,15 @@ def consent(
         typer.echo(answers.accept_request(folder, person, plan, days))
 
 
-@deploy_app.command(
-    rich_help_panel="Consent and policy",
-    epilog=examples("fedvlm deploy people north", "fedvlm deploy people north --add 'Dr Lee' --role approver"),
+@command(
+    "Consent and policy", "fedvlm deploy people north", "fedvlm deploy people north --add 'Dr Lee' --role approver"
 )
 def people(
     folder: Site,
-    add: Annotated[str, typer.Option(help="Add this person, or change the person's secret or role.")] = "",
-    role: Annotated[str, typer.Option(help="operator: refuses and withdraws; approver: also consents.")] = "operator",
-    password: Annotated[bool, typer.Option("--password", help="Ask for a password instead of making a token.")] = False,
-    remove: Annotated[str, typer.Option(help="Remove this person.")] = "",
+    add: Annotated[str, Option(help="Add this person, or change the person's secret or role.")] = "",
+    role: Annotated[str, Option(help="operator: refuses and withdraws; approver: also consents.")] = "operator",
+    password: Annotated[bool, Option("--password", help="Ask for a password instead of making a token.")] = False,
+    remove: Annotated[str, Option(help="Remove this person.")] = "",
 ) -> None:
     """List, add or remove the people who decide at a site."""
     from fedvlm.deploy.kits import read_site
@@ -343,36 +378,27 @@ def people(
             typer.echo(f"nobody yet; add somebody: fedvlm deploy people {folder} --add NAME --role approver")
 
 
-@deploy_app.command(
-    rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy backup fed/server server.backup")
-)
-def backup(
-    folder: Folder,
-    file: Annotated[Path, typer.Argument(help="New file; it contains private keys.")],
-) -> None:
+@command("Keys and backups", "fedvlm deploy backup fed/server server.backup")
+def backup(folder: Folder, file: Annotated[Path, Argument(help="New file; it contains private keys.")]) -> None:
     """Back up a server's or a site's folder to one file."""
-    from fedvlm.deploy.kits import write_backup as keep
+    from fedvlm.deploy.kits import write_backup
 
-    typer.echo(f"{keep(folder, file)} files saved to {file}; it contains private keys, so keep it secret")
+    typer.echo(f"{write_backup(folder, file)} files saved to {file}; it contains private keys, so keep it secret")
 
 
-@deploy_app.command(
-    rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy restore server.backup fed/server")
-)
+@command("Keys and backups", "fedvlm deploy restore server.backup fed/server")
 def restore(
-    file: Annotated[Path, typer.Argument(help="File written by `backup`.")],
-    folder: Annotated[Path, typer.Argument(help="New folder.")],
+    file: Annotated[Path, Argument(help="File written by `backup`.")],
+    folder: Annotated[Path, Argument(help="New folder.")],
 ) -> None:
     """Restore a folder from a backup.
 
     Every file is checked against its checksum.
     """
-    from fedvlm.deploy.kits import restore_backup as bring
+    from fedvlm.deploy.kits import restore_backup
 
-    typer.echo(
-        f"{bring(file, folder)} files in {folder}; what was sent after the backup is not in its "
-        "ledger, and is not counted"
-    )
+    count = restore_backup(file, folder)
+    typer.echo(f"{count} files in {folder}; what was sent after the backup is not in its ledger, and is not counted")
 
 
 def _stop_gently() -> None:
@@ -386,7 +412,7 @@ def _stop_gently() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy doctor fed/server"))
+@command("Set up", "fedvlm deploy doctor fed/server")
 def doctor(folder: Folder, as_json: Json = False) -> None:
     """Check that a server or a site is ready.
 
@@ -398,30 +424,29 @@ def doctor(folder: Folder, as_json: Json = False) -> None:
 
     checks = check_folder(folder)
     if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=1, ensure_ascii=False))
+        typer.echo(to_json([asdict(check) for check in checks]))
     for check in () if as_json else checks:
         typer.echo(f"{'ok ' if check.ok else '!! '} {check.check}: {check.detail}")
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
 
 
-@deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy status fed/server --json"))
+@command("Monitor", "fedvlm deploy status fed/server --json")
 def status(folder: Folder, as_json: Json = False) -> None:
     """Show the state of a server or a site."""
     from fedvlm.deploy.operations.status import format_status
     from fedvlm.deploy.operations.status import status as state_of
 
     state = state_of(folder)
-    document = json.dumps(state, indent=1, ensure_ascii=False, default=str)
-    for line in [document] if as_json else format_status(state):
+    for line in [to_json(state)] if as_json else format_status(state):
         typer.echo(line)
 
 
-@deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy log fed/server --follow"))
+@command("Monitor", "fedvlm deploy log fed/server --follow")
 def log(
     folder: Folder,
     as_json: Json = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Keep printing new events.")] = False,
 ) -> None:
     """Print the events of a server or a site."""
     from time import sleep
@@ -442,45 +467,38 @@ def log(
         sleep(0.3)
 
 
-@deploy_app.command(
-    rich_help_panel="Run", epilog=examples("fedvlm deploy runs fed/server", "fedvlm deploy runs fed/server --stop")
-)
+@command("Run", "fedvlm deploy runs fed/server", "fedvlm deploy runs fed/server --stop")
 def runs(
     folder: Server,
-    stop: Annotated[bool, typer.Option("--stop", help="Stop the current run.")] = False,
-    resume: Annotated[str, typer.Option(help="Resume the run of this name.")] = "",
+    stop: Annotated[bool, Option("--stop", help="Stop the current run.")] = False,
+    resume: Annotated[str, Option(help="Resume the run of this name.")] = "",
     as_json: Json = False,
 ) -> None:
     """List, stop or resume a server's runs."""
-    from fedvlm.cli.progress import progress
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.operations.status import list_runs as listed
-    from fedvlm.deploy.server.launch import resume_run as go_on
-    from fedvlm.deploy.server.launch import stop_runs as end
+    from fedvlm.deploy.operations.status import list_runs
+    from fedvlm.deploy.server.launch import resume_run, stop_runs
     from fedvlm.report.tables import compare_table
 
     kit = read_server(folder)
     if stop:
-        typer.echo(f"stopped: {', '.join(end(kit)) or 'no run was active'}")
+        typer.echo(f"stopped: {', '.join(stop_runs(kit)) or 'no run was active'}")
     elif resume:
         with progress() as report:
-            result = go_on(kit, resume, report, lambda text: typer.echo(text, err=True))
+            result = resume_run(kit, resume, report, echo_error)
         typer.echo(compare_table([result]), nl=False)
     else:
-        run_rows = listed(folder)
+        run_rows = list_runs(folder)
         if as_json:
-            typer.echo(json.dumps(run_rows, indent=1, ensure_ascii=False))
+            typer.echo(to_json(run_rows))
         for run in () if as_json else run_rows:
             typer.echo(f"{run['name']}: {run['method']}, {run['state']}, {run['rounds']} rounds")
         if not run_rows and not as_json:
             typer.echo("no runs yet; start one with: fedvlm deploy run DIR/server EXPERIMENT")
 
 
-@deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy watch fed/server --port 8080"))
-def watch(
-    folder: Folder,
-    port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
-) -> None:
+@command("Monitor", "fedvlm deploy watch fed/server --port 8080")
+def watch(folder: Folder, port: Annotated[int, Option(help="Port of the page; 0 takes a free one.")] = 0) -> None:
     """Serve a live page of a server or a site on this machine.
 
     Ctrl-C stops it.
@@ -492,7 +510,7 @@ def watch(
 
 def ledger(
     folder: Site,
-    head: Annotated[str, typer.Option(help="Check that this earlier head is still in the ledger.")] = "",
+    head: Annotated[str, Option(help="Check that this earlier head is still in the ledger.")] = "",
     as_json: Json = False,
 ) -> None:
     """Show and verify the ledger of what left a site.
@@ -504,7 +522,7 @@ def ledger(
 
     history = Ledger(folder).read()
     if as_json:
-        typer.echo(json.dumps(history.lines, indent=1, ensure_ascii=False))
+        typer.echo(to_json(history.lines))
     else:
         names = ["time", "direction", "kind", "round", "bytes", "content"]
         rows = [[*(str(line.get(key, ""))[:23] for key in names), _describe_line(line)] for line in history.lines]
@@ -534,11 +552,11 @@ def _describe_line(line: dict[str, Any]) -> str:
 
 
 def export_app(
-    kind: Annotated[str, typer.Argument(help="Kind of app: flower.")],
-    folder: Annotated[Path, typer.Argument(help="New folder of the app.")],
-    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
-    method: Annotated[str | None, typer.Option(help="Method (default: auto, or that of the experiment).")] = None,
-    data: Annotated[str | None, typer.Option(help="Data, unless every node has its own.")] = None,
+    kind: Annotated[str, Argument(help="Kind of app: flower.")],
+    folder: Annotated[Path, Argument(help="New folder of the app.")],
+    file: Annotated[str | None, Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, Option(help="Method (default: auto, or that of the experiment).")] = None,
+    data: Annotated[str | None, Option(help="Data, unless every node has its own.")] = None,
     encoder: Encoder = None,
     set_: Set = None,
 ) -> None:

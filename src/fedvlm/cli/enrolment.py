@@ -4,27 +4,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedvlm.cli.deploy import Folder, Server, Site, deploy_app
-from fedvlm.cli.options import examples
+from fedvlm.cli.deploy import Folder, Server, Site, command, deploy_app
+from fedvlm.cli.options import echo_error
 
 __all__ = ["deploy_app"]  # with these commands
 
 
-@deploy_app.command(
-    "join-request",
-    rich_help_panel="Set up",
-    epilog=examples("fedvlm deploy join-request north --name north --invitation invitation.json"),
-)
+@command("Set up", "fedvlm deploy join-request north --name north --invitation invitation.json", name="join-request")
 def join_request(
     folder: Site,
-    name: Annotated[str | None, typer.Option(help="Name of the site.")] = None,
-    invitation: Annotated[Path | None, typer.Option(help="The server's invitation.json.")] = None,
+    name: Annotated[str | None, Option(help="Name of the site.")] = None,
+    invitation: Annotated[Path | None, Option(help="The server's invitation.json.")] = None,
 ) -> None:
     """Create a site's key and its request to join."""
-    from fedvlm.deploy.identity.enrolment import create_join_request as ask
+    from fedvlm.deploy.identity.enrolment import create_join_request
 
-    _tell_request(ask(folder, invitation, name))
+    _tell_request(create_join_request(folder, invitation, name))
 
 
 def _tell_request(request: Any) -> None:
@@ -32,15 +29,14 @@ def _tell_request(request: Any) -> None:
     typer.echo(f"fingerprint to read out to the server's operator: {request.fingerprint}")
 
 
-@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy admit fed/server request.json"))
+@command("Set up", "fedvlm deploy admit fed/server request.json")
 def admit(
     folder: Server,
-    request: Annotated[Path, typer.Argument(help="The site's request.json.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: you have compared the fingerprint.")] = False,
+    request: Annotated[Path, Argument(help="The site's request.json.")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask: you have compared the fingerprint.")] = False,
 ) -> None:
     """Admit a site after you have compared the fingerprint."""
-    from fedvlm.deploy.identity.enrolment import admit_site as sign
-    from fedvlm.deploy.identity.enrolment import read_request
+    from fedvlm.deploy.identity.enrolment import admit_site, read_request
     from fedvlm.deploy.kits import read_server
     from fedvlm.errors import FederationError
 
@@ -52,72 +48,65 @@ def admit(
             f"{site_request.site} is not admitted; if the fingerprints differ, somebody has changed the "
             "invitation or the request on its way: send both again by another way"
         )
-    typer.echo(f"{site_request.site} is admitted; send it {sign(kit, site_request)}, which contains no secret")
+    typer.echo(f"{site_request.site} is admitted; send it {admit_site(kit, site_request)}, which contains no secret")
 
 
-@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy accept north north.json"))
-def accept(
-    folder: Site,
-    file: Annotated[Path, typer.Argument(help="The NAME.json that the server sent.")],
-) -> None:
+@command("Set up", "fedvlm deploy accept north north.json")
+def accept(folder: Site, file: Annotated[Path, Argument(help="The NAME.json that the server sent.")]) -> None:
     """Install the certificate that the server sent to a site."""
     from fedvlm.deploy.identity.certificates import describe_validity
-    from fedvlm.deploy.identity.enrolment import accept_certificate as take
+    from fedvlm.deploy.identity.enrolment import accept_certificate
 
-    admission = take(folder, file)
-    typer.echo(
-        f"{admission.site} may join {admission.address}; "
-        f"its certificate {describe_validity(admission.days_left, folder)}"
-    )
+    admission = accept_certificate(folder, file)
+    validity = describe_validity(admission.days_left, folder)
+    typer.echo(f"{admission.site} may join {admission.address}; its certificate {validity}")
     typer.echo(f"fingerprint: {admission.fingerprint}")
 
 
-@deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy renew north"))
+@command("Keys and backups", "fedvlm deploy renew north")
 def renew(folder: Folder) -> None:
     """Renew a server's certificate or request a site's new key."""
-    from fedvlm.deploy.identity.enrolment import create_join_request as ask
-    from fedvlm.deploy.identity.enrolment import renew_server_certificate
+    from fedvlm.deploy.identity.enrolment import create_join_request, renew_server_certificate
     from fedvlm.deploy.kits import read_server
 
     if (folder / "server.toml").exists():
         days = renew_server_certificate(read_server(folder))
         typer.echo(f"the server's certificate is valid for {days} more days after the next start")
     else:
-        _tell_request(ask(folder))
+        _tell_request(create_join_request(folder))
 
 
-@deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy revoke fed/server north"))
-def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Name of the site.")]) -> None:
+@command("Keys and backups", "fedvlm deploy revoke fed/server north")
+def revoke(folder: Server, site: Annotated[str, Argument(help="Name of the site.")]) -> None:
     """Revoke a site's key, effective immediately."""
-    from fedvlm.deploy.identity.enrolment import revoke_site as end
+    from fedvlm.deploy.identity.enrolment import revoke_site
     from fedvlm.deploy.kits import read_server
 
-    end(read_server(folder), site)
+    revoke_site(read_server(folder), site)
     typer.echo(f"{site} is revoked from its next message on; a revoked key cannot be used again")
 
 
-@deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy keys fed/server"))
+@command("Keys and backups", "fedvlm deploy keys fed/server")
 def keys(folder: Folder) -> None:
     """List keys with fingerprints and days left."""
     from fedvlm.deploy.identity.enrolment import certificate_statuses
 
-    for key_status in certificate_statuses(folder):
-        days = "" if key_status.days is None else f"{key_status.days} days left"
-        typer.echo(
-            "  ".join(word for word in (key_status.name, key_status.fingerprint, days, key_status.remark) if word)
-        )
+    for key in certificate_statuses(folder):
+        days = "" if key.days is None else f"{key.days} days left"
+        typer.echo("  ".join(word for word in (key.name, key.fingerprint, days, key.remark) if word))
 
 
-@deploy_app.command(
-    rich_help_panel="Consent and policy",
-    epilog=examples("fedvlm deploy withdraw a --by Lee", "fedvlm deploy withdraw fed/server withdrawal.safetensors"),
+@command(
+    "Consent and policy",
+    "fedvlm deploy withdraw a --by Lee",
+    "fedvlm deploy withdraw fed/server withdrawal.safetensors",
 )
 def withdraw(
     folder: Folder,
-    file: Annotated[Path | None, typer.Argument(help="At the server: the file that the site sent.")] = None,
-    by: Annotated[str, typer.Option(help="At a site: name of the person who decides.")] = "",
+    file: Annotated[Path | None, Argument(help="At the server: the file that the site sent.")] = None,
+    by: Annotated[str, Option(help="At a site: name of the person who decides.")] = "",
     record: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a run outside the server's folder. Repeatable.")
+        list[Path] | None, Option(help="Folder of a run outside the server's folder. Repeatable.")
     ] = None,
 ) -> None:
     """Withdraw a site from all later rounds.
@@ -139,11 +128,11 @@ def withdraw(
     typer.echo(f"{site} takes part in no later round; it can only come back with a new key")
 
 
-@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy join fed/server runs/tofa west"))
+@command("Run", "fedvlm deploy join fed/server runs/tofa west")
 def join(
     folder: Server,
-    run: Annotated[str, typer.Argument(help="Name or folder of a finished run.")],
-    site: Annotated[str, typer.Argument(help="Name of the late site, which must be running.")],
+    run: Annotated[str, Argument(help="Name or folder of a finished run.")],
+    site: Annotated[str, Argument(help="Name of the late site, which must be running.")],
 ) -> None:
     """Give a late site its classifier from a finished run.
 
@@ -151,31 +140,26 @@ def join(
     """
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.operations.events import format_percent
-    from fedvlm.deploy.server.launch import join_late_site as bring
+    from fedvlm.deploy.server.launch import join_late_site
 
-    scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
-    for name, score in scores.items():
+    for name, score in join_late_site(read_server(folder), run, site, echo_error).items():
         rows = score["test_rows"]
-        accuracy_text = (
-            f": {format_percent(score['test_hits'] / rows)} accuracy on its {rows} test samples" if rows else ""
-        )
-        typer.echo(f"{site} has its classifier from {name}{accuracy_text}")
+        accuracy = f": {format_percent(score['test_hits'] / rows)} accuracy on its {rows} test samples" if rows else ""
+        typer.echo(f"{site} has its classifier from {name}{accuracy}")
 
 
-@deploy_app.command(
-    rich_help_panel="Keys and backups",
-    epilog=examples(
-        "fedvlm deploy peers north",
-        "fedvlm deploy peers north --add south --fingerprint '1f2e ...' --by 'Dr Lee'",
-    ),
+@command(
+    "Keys and backups",
+    "fedvlm deploy peers north",
+    "fedvlm deploy peers north --add south --fingerprint '1f2e ...' --by 'Dr Lee'",
 )
 def peers(
     folder: Site,
-    add: Annotated[str, typer.Option(help="Name of the site whose fingerprint you have compared.")] = "",
-    fingerprint: Annotated[str, typer.Option(help="What a person at the other site reads out.")] = "",
-    by: Annotated[str, typer.Option(help="Name of the person who compared it.")] = "",
-    renew: Annotated[bool, typer.Option("--renew", help="Replace the fingerprint: the site has a new key.")] = False,
-    remove: Annotated[str, typer.Option(help="Name of a site to take off the list.")] = "",
+    add: Annotated[str, Option(help="Name of the site whose fingerprint you have compared.")] = "",
+    fingerprint: Annotated[str, Option(help="What a person at the other site reads out.")] = "",
+    by: Annotated[str, Option(help="Name of the person who compared it.")] = "",
+    renew: Annotated[bool, Option("--renew", help="Replace the fingerprint: the site has a new key.")] = False,
+    remove: Annotated[str, Option(help="Name of a site to take off the list.")] = "",
 ) -> None:
     """List, add or remove sites whose keys you have compared.
 
@@ -205,13 +189,10 @@ def peers(
         typer.echo(f"{peer.name}  {peer.fingerprint}  compared by {peer.compared_by} {peer.compared_on[:10]}".rstrip())
 
 
-@deploy_app.command(
-    rich_help_panel="Run",
-    epilog=examples("fedvlm deploy verify fed/server/runs/auto", "fedvlm deploy verify run --site north"),
-)
+@command("Run", "fedvlm deploy verify fed/server/runs/auto", "fedvlm deploy verify run --site north")
 def verify(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, or of one transcript.")],
-    site: Annotated[Path | None, typer.Option(help="Folder of a site, whose peers are compared.")] = None,
+    run: Annotated[Path, Argument(help="Folder of a run, or of one transcript.")],
+    site: Annotated[Path | None, Option(help="Folder of a site, whose peers are compared.")] = None,
 ) -> None:
     """Verify the transcript of a verified sum offline."""
     from fedvlm.deploy.site.peers import read_peers

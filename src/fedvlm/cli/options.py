@@ -1,11 +1,13 @@
 """Define what commands share: options, sections of the help and examples."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 import typer
 import typer.core
+from typer import Argument, Option
 
 QUIET_KEY = "fedvlm.quiet"  # in the meta of a click context
 
@@ -30,6 +32,19 @@ def examples(*commands: str) -> str:
     """Return the last part of a command's help, which keeps its line breaks."""
     title = "Example:" if len(commands) == 1 else "Examples:"
     return "\n".join(["\b", title, *(f"  {command}" for command in commands)])
+
+
+def output_file(help: str) -> Any:
+    """Declare --output of a command that writes one file."""
+    return Option("--output", "-o", dir_okay=False, help=help)
+
+
+def echo_error(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
 def parse_pairs(option: str, pairs: list[str] | None) -> dict[str, Any]:
@@ -65,31 +80,30 @@ def _import_files(paths: list[Path] | None) -> list[Path] | None:
 
 Import = Annotated[
     list[Path] | None,
-    typer.Option("--import", callback=_import_files, help="Python file with methods of your own. Repeatable."),
+    Option("--import", callback=_import_files, help="Python file with methods of your own. Repeatable."),
 ]
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. method.lr=0.01. Repeatable."),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. method.lr=0.01. Repeatable.")
 ]
 Source = Annotated[
     list[str] | None,
-    typer.Option("--source", metavar="KEY=VALUE", help="Option for reading the data, e.g. layout=class. Repeatable."),
+    Option("--source", metavar="KEY=VALUE", help="Option for reading the data, e.g. layout=class. Repeatable."),
 ]
 Access = Annotated[
     list[str] | None,
-    typer.Option("--access", metavar="KEY=VALUE", help="Option for the encoder, e.g. token_file=FILE. Repeatable."),
+    Option("--access", metavar="KEY=VALUE", help="Option for the encoder, e.g. token_file=FILE. Repeatable."),
 ]
-Data = Annotated[str, typer.Argument(help="Path of your data, or a name of `fedvlm list datasets`.")]
-Encoder = Annotated[str | None, typer.Option(help="Encoder (see `fedvlm list encoders`).")]
-TableFormat = Annotated[str, typer.Option("--format", help="Output format: text, markdown, latex, csv or json.")]
-Force = Annotated[bool, typer.Option("--force", help="Re-run even if a finished result exists.")]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Do a short run on a few samples to test the setup.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_set_quiet, help="Hide progress.")]
-Training = Annotated[str | None, typer.Option(help="Training of the run (default: the first).")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the run (default: the first).")]
-Port = Annotated[int, typer.Option(help="Port to listen on.")]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
-TlsCertificate = Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")]
-TlsKey = Annotated[Path | None, typer.Option(help="TLS private key (PEM).")]
+Data = Annotated[str, Argument(help="Path of your data, or a name of `fedvlm list datasets`.")]
+Encoder = Annotated[str | None, Option(help="Encoder (see `fedvlm list encoders`).")]
+TableFormat = Annotated[str, Option("--format", help="Output format: text, markdown, latex, csv or json.")]
+Force = Annotated[bool, Option("--force", help="Re-run even if a finished result exists.")]
+Smoke = Annotated[bool, Option("--smoke", help="Do a short run on a few samples to test the setup.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", callback=_set_quiet, help="Hide progress.")]
+Training = Annotated[str | None, Option(help="Training of the run (default: the first).")]
+Seed = Annotated[int | None, Option(help="Seed of the run (default: the first).")]
+Port = Annotated[int, Option(help="Port to listen on.")]
+Host = Annotated[str, Option(help="Address to listen on.")]
+TokenFile = Annotated[Path | None, Option(help="File with the token that clients must send.")]
+TlsCertificate = Annotated[Path | None, Option(help="TLS certificate (PEM).")]
+TlsKey = Annotated[Path | None, Option(help="TLS private key (PEM).")]

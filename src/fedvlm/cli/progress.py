@@ -97,11 +97,7 @@ class ProgressBars(ProgressDisplay):
         if task not in self.tasks:
             self.tasks[task] = self.bar.add_task(title, total=total, rate="")
         self.bar.update(
-            self.tasks[task],
-            completed=done,
-            total=total,
-            description=title,
-            rate=rate(task, n_new, elapsed),
+            self.tasks[task], completed=done, total=total, description=title, rate=rate(task, n_new, elapsed)
         )
 
 
@@ -115,13 +111,7 @@ def progress() -> Iterator[ProgressDisplay]:
         yield ProgressLines(lambda text: print(text, file=sys.stderr, flush=True))
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description}", markup=False),  # a client's name may have brackets

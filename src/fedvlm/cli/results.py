@@ -7,20 +7,18 @@ from textwrap import wrap
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from fedvlm.cli.options import Import, Json, Quiet, Seed, TableFormat, Training
+from fedvlm.cli.options import Import, Json, Quiet, Seed, TableFormat, Training, output_file
 from fedvlm.cli.progress import progress
 
 COLUMNS = 100  # of a list of methods
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments.")],
-    out: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="HTML file (default: report.html in the folder)."),
-    ] = None,
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
+    runs: Annotated[list[Path], Argument(help="Folders of runs or experiments.")],
+    out: Annotated[Path | None, output_file("HTML file (default: report.html in the folder).")] = None,
+    title: Annotated[str, Option(help="Title of the page.")] = "",
 ) -> None:
     """Write one offline HTML page about one or more runs."""
     from fedvlm.report.page.render import write_page
@@ -32,9 +30,7 @@ def report(
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    import_: Import = None,
-    quiet: Quiet = False,
+    folder: Annotated[Path, Argument(help="Folder of the run.")], import_: Import = None, quiet: Quiet = False
 ) -> None:
     """Resume a run that was stopped or killed."""
     from fedvlm.report.tables import compare_table
@@ -46,16 +42,16 @@ def resume(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments, or report pages.")],
+    runs: Annotated[list[Path], Argument(help="Folders of runs or experiments, or report pages.")],
     form: TableFormat = "text",
-    all_columns: Annotated[bool, typer.Option("--all", help="Add a column for each domain or client.")] = False,
-    traffic: Annotated[bool, typer.Option("--traffic", help="Add rounds and kilobytes per client.")] = False,
-    columns: Annotated[str, typer.Option(help="More columns, e.g. balanced,F1,AUC,worst,method.lr.")] = "",
+    all_columns: Annotated[bool, Option("--all", help="Add a column for each domain or client.")] = False,
+    traffic: Annotated[bool, Option("--traffic", help="Add rounds and kilobytes per client.")] = False,
+    columns: Annotated[str, Option(help="More columns, e.g. balanced,F1,AUC,worst,method.lr.")] = "",
     subgroups: Annotated[
-        str, typer.Option(help="Print AUC, or the metric of --columns, by this column of subgroups, e.g. sex.")
+        str, Option(help="Print AUC, or the metric of --columns, by this column of subgroups, e.g. sex.")
     ] = "",
-    paper: Annotated[bool, typer.Option("--paper", help="Compare with the published tables.")] = False,
-    item: Annotated[str, typer.Option(help="Compare with this table or figure, e.g. fedot-v1/T1.")] = "",
+    paper: Annotated[bool, Option("--paper", help="Compare with the published tables.")] = False,
+    item: Annotated[str, Option(help="Compare with this table or figure, e.g. fedot-v1/T1.")] = "",
 ) -> None:
     """Print runs side by side, as mean ± std over seeds.
 
@@ -82,10 +78,9 @@ def compare(
 
 def list_(
     kind: Annotated[
-        str,
-        typer.Argument(help="One of methods, encoders, data, datasets, metrics, protocols, experiments, papers."),
+        str, Argument(help="One of methods, encoders, data, datasets, metrics, protocols, experiments, papers.")
     ],
-    name: Annotated[str, typer.Argument(help="Show all details of this entry.")] = "",
+    name: Annotated[str, Argument(help="Show all details of this entry.")] = "",
     as_json: Json = False,
 ) -> None:
     """List methods, data sets, encoders, experiments or papers."""
@@ -131,12 +126,12 @@ def _narrow(body: list[list[str]]) -> list[list[str]]:
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    run: Annotated[Path, Argument(help="Folder of the run.")],
     training: Training = None,
     seed: Seed = None,
-    form: Annotated[str, typer.Option("--format", help="Output format: text, markdown, latex or csv.")] = "text",
+    form: Annotated[str, Option("--format", help="Output format: text, markdown, latex or csv.")] = "text",
     as_json: Json = False,
-    save: Annotated[bool, typer.Option("--save", help="Save the result in the run's folder, for its report.")] = False,
+    save: Annotated[bool, Option("--save", help="Save the result in the run's folder, for its report.")] = False,
 ) -> None:
     """Estimate what uploads reveal about the training samples.
 
@@ -158,11 +153,9 @@ def audit(
 
 
 def export_data(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    out: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the tables (default: RUN/data).")
-    ] = None,
-    form: Annotated[str, typer.Option("--format", help="Output format: parquet or csv.")] = "parquet",
+    run: Annotated[Path, Argument(help="Folder of the run.")],
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the tables (default: RUN/data).")] = None,
+    form: Annotated[str, Option("--format", help="Output format: parquet or csv.")] = "parquet",
     import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
@@ -176,18 +169,14 @@ def export_data(
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    image: Annotated[Path | None, typer.Option(help="Image to explain.")] = None,
-    name: Annotated[
-        str | None, typer.Option("--class", help="Class to explain (default: the predicted class).")
-    ] = None,
-    client: Annotated[str | None, typer.Option(help="Client whose local prompt is used (default: the first).")] = None,
-    gamma: Annotated[list[float] | None, typer.Option(help="γ of the transport plan, in (0, 1]. Repeatable.")] = None,
-    prompts: Annotated[bool, typer.Option("--prompts", help="Draw a map of all local prompts instead.")] = False,
+    run: Annotated[Path, Argument(help="Folder of the run.")],
+    image: Annotated[Path | None, Option(help="Image to explain.")] = None,
+    name: Annotated[str | None, Option("--class", help="Class to explain (default: the predicted class).")] = None,
+    client: Annotated[str | None, Option(help="Client whose local prompt is used (default: the first).")] = None,
+    gamma: Annotated[list[float] | None, Option(help="γ of the transport plan, in (0, 1]. Repeatable.")] = None,
+    prompts: Annotated[bool, Option("--prompts", help="Draw a map of all local prompts instead.")] = False,
     seed: Seed = None,
-    out: Annotated[
-        Path | None, typer.Option("--output", "-o", dir_okay=False, help="PNG file (default: in the run's folder).")
-    ] = None,
+    out: Annotated[Path | None, output_file("PNG file (default: in the run's folder).")] = None,
 ) -> None:
     """Draw which parts of an image a run's prompts attend to."""
     from fedvlm.errors import SettingsError
@@ -210,28 +199,23 @@ def explain(
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    runs: Annotated[list[Path], Argument(help="Folders of runs.")],
     kind: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Kind of plot: rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne, heat or "
             "subgroups "
             "(default: reliability, decision curve and rounds of one run)."
         ),
     ] = "",
-    columns: Annotated[str, typer.Option(help="One panel per column, e.g. C,AUC (rounds, sweep and bars).")] = "",
-    over: Annotated[
-        str, typer.Option("--x-axis", help="Setting on the x axis, e.g. method.blocks (sweep and bars).")
-    ] = "",
+    columns: Annotated[str, Option(help="One panel per column, e.g. C,AUC (rounds, sweep and bars).")] = "",
+    over: Annotated[str, Option("--x-axis", help="Setting on the x axis, e.g. method.blocks (sweep and bars).")] = "",
     training: Training = None,
     seed: Seed = None,
-    image: Annotated[Path | None, typer.Option(help="Image to explain (heat).")] = None,
-    name: Annotated[str | None, typer.Option("--class", help="Class to explain (heat).")] = None,
-    client: Annotated[str | None, typer.Option(help="Client whose local prompt is used (heat).")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="PNG or SVG file (default: in the run's folder)."),
-    ] = None,
+    image: Annotated[Path | None, Option(help="Image to explain (heat).")] = None,
+    name: Annotated[str | None, Option("--class", help="Class to explain (heat).")] = None,
+    client: Annotated[str | None, Option(help="Client whose local prompt is used (heat).")] = None,
+    out: Annotated[Path | None, output_file("PNG or SVG file (default: in the run's folder).")] = None,
 ) -> None:
     """Plot one run, or several in one figure."""
     from fedvlm.errors import SettingsError
@@ -245,24 +229,13 @@ def plot(
         path = draw_diagrams(results[0], out or runs[0] / "diagrams.png", training, seed)
     else:
         folder = runs[0] if len(runs) == 1 else runs[0].parent
-        path = draw_runs(
-            kind,
-            results,
-            out or folder / f"{kind}.png",
-            columns=[column.strip() for column in columns.split(",") if column.strip()],
-            over=over,
-            training=training,
-            seed=seed,
-            image=image,
-            class_name=name,
-            client=client,
-        )
+        names = [column.strip() for column in columns.split(",") if column.strip()]
+        of = {"training": training, "seed": seed, "image": image, "class_name": name, "client": client}
+        path = draw_runs(kind, results, out or folder / f"{kind}.png", columns=names, over=over, **of)
     typer.echo(f"image: {path}")
 
 
-def verify(
-    target: Annotated[str, typer.Argument(help="Run, exported classifier, table of embeddings, or `cache`.")],
-) -> None:
+def verify(target: Annotated[str, Argument(help="Run, exported classifier, table of embeddings, or `cache`.")]) -> None:
     """Check files against their checksums.
 
     The exit code is 1 if a file is damaged.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat
+from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat, echo_error
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
     from fedvlm.runner.settings import Settings
 
 
-NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write the report page.")]
+NoReport = Annotated[bool, Option("--no-report", help="Do not write the report page.")]
 Sweep = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid."),
+    list[str] | None, Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid.")
 ]
 
 
@@ -42,7 +42,7 @@ class _Command:
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs.")] = Path("runs/demo"),
+    out: Annotated[Path, Option("--output", "-o", help="Folder of the runs.")] = Path("runs/demo"),
     no_report: NoReport = False,
     quiet: Quiet = False,
 ) -> None:
@@ -55,40 +55,31 @@ def demo(
 
 
 def run(
-    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
-    method: Annotated[str | None, typer.Option(help="Method (default: auto; see `fedvlm list methods`).")] = None,
-    data: Annotated[str | None, typer.Option(help="Path of your data or a data set's name (default: demo).")] = None,
+    file: Annotated[str | None, Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, Option(help="Method (default: auto; see `fedvlm list methods`).")] = None,
+    data: Annotated[str | None, Option(help="Path of your data or a data set's name (default: demo).")] = None,
     encoder: Encoder = None,
     source: Source = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seed; repeat for several (default: 0).")] = None,
+    seed: Annotated[list[int] | None, Option(help="Seed; repeat for several (default: 0).")] = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the run (default: runs/NAME).")] = None,
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the run (default: runs/NAME).")] = None,
     smoke: Smoke = False,
     again: Force = False,
-    allow_small: Annotated[
-        bool, typer.Option("--allow-small", help="Also upload statistics of small classes.")
-    ] = False,
+    allow_small: Annotated[bool, Option("--allow-small", help="Also upload statistics of small classes.")] = False,
     attack: Annotated[
-        str | None, typer.Option(help="Simulate an attack: sign-flip, scale, label-flip, noise or collude.")
+        str | None, Option(help="Simulate an attack: sign-flip, scale, label-flip, noise or collude.")
     ] = None,
-    attacker_fraction: Annotated[
-        float | None, typer.Option(help="Fraction of malicious clients (default: 0.1).")
-    ] = None,
-    attack_strength: Annotated[float | None, typer.Option(help="Strength of the attack (default: by kind).")] = None,
+    attacker_fraction: Annotated[float | None, Option(help="Fraction of malicious clients (default: 0.1).")] = None,
+    attack_strength: Annotated[float | None, Option(help="Strength of the attack (default: by kind).")] = None,
     no_report: NoReport = False,
-    tune: Annotated[
-        list[str] | None,
-        typer.Option(help="Setting to tune on validation samples, e.g. lr, or none."),
-    ] = None,
+    tune: Annotated[list[str] | None, Option(help="Setting to tune on validation samples, e.g. lr, or none.")] = None,
     no_baselines: Annotated[
-        bool, typer.Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")
+        bool, Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")
     ] = False,
-    track: Annotated[
-        list[str] | None, typer.Option(help="Log to tensorboard:DIR or mlflow:ADDRESS. Repeatable.")
-    ] = None,
+    track: Annotated[list[str] | None, Option(help="Log to tensorboard:DIR or mlflow:ADDRESS. Repeatable.")] = None,
     form: TableFormat = "text",
     sweep: Sweep = None,
-    on: Annotated[str, typer.Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
+    on: Annotated[str, Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
     import_: Import = None,
     quiet: Quiet = False,
 ) -> None:
@@ -248,7 +239,7 @@ def _execute(
 
         options: dict[str, Any] = {"again": command.again, "progress": report, "cluster": command.on}
         requests = list(zip(settings, folders, strict=True))
-        outcomes = execute_all(requests, **options, on_line=on_line, log=_log, keep_going=bool(swept))
+        outcomes = execute_all(requests, **options, on_line=on_line, log=echo_error, keep_going=bool(swept))
         results, failed = split_outcomes(settings, outcomes, swept)
         missing = missing_baselines(settings, results[0]) if with_baselines else []
         requests = [
@@ -257,7 +248,7 @@ def _execute(
         ]
         baselines, _ = split_outcomes(missing, execute_all(requests, **options))
     for message in trackers.notes:
-        _log(message)
+        echo_error(message)
     return results, failed, baselines
 
 
@@ -268,33 +259,23 @@ def progress_line(method: "Method", line: Mapping[str, Any]) -> Mapping[str, Any
     return {**line, "validation": None} if adapts(method) else line
 
 
-def _log(message: str) -> None:
-    typer.echo(message, err=True)
-
-
 def _next_steps(home: Path, records: "Sequence[Record]") -> str:
     """Return three commands to continue with after a run."""
     folders = [shlex.quote(str(record.folder)) for record in records]
     several = [record for record in records if record.folder == home] == []
     folder, run = shlex.quote(str(home)) if several else " ".join(folders), folders[-1]
-    return "\n".join(
-        [
-            "next:",
-            f"  fedvlm compare {folder} --columns balanced,F1,AUC,ECE",
-            f"  fedvlm audit {run}",
-            f"  fedvlm plot {run}",
-        ]
-    )
+    columns = "balanced,F1,AUC,ECE"
+    return f"next:\n  fedvlm compare {folder} --columns {columns}\n  fedvlm audit {run}\n  fedvlm plot {run}"
 
 
 def reproduce(
-    item: Annotated[str, typer.Argument(help="Table or figure, e.g. fedot-v1/T1 (see `fedvlm list papers`).")],
+    item: Annotated[str, Argument(help="Table or figure, e.g. fedot-v1/T1 (see `fedvlm list papers`).")],
     smoke: Smoke = False,
     form: TableFormat = "text",
-    data: Annotated[str | None, typer.Option(help="Use other data, e.g. demo.")] = None,
+    data: Annotated[str | None, Option(help="Use other data, e.g. demo.")] = None,
     encoder: Encoder = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    out: Annotated[Path | None, Option("--output", "-o", help="Folder of the runs.")] = None,
     again: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -308,9 +289,9 @@ def reproduce(
     overrides = {key: value for key, value in overrides.items() if value is not None}
     named, settings = settings_of_item(item, overrides, set_ or [])
 
-    _log(f"{item} by {', '.join(named)}")
+    echo_error(f"{item} by {', '.join(named)}")
     for line in describe_requirements(settings):
-        _log(line)
+        echo_error(line)
 
     def folder_of(run_settings: "Settings") -> Path:
         name = default_name(run_settings, None)
@@ -320,10 +301,10 @@ def reproduce(
 
     with progress() as report:
         requests = [(run_settings, folder_of(run_settings)) for run_settings in settings]
-        outcomes = execute_all(requests, again=again, progress=report, log=_log, keep_going=True)
+        outcomes = execute_all(requests, again=again, progress=report, log=echo_error, keep_going=True)
     results, failed = split_outcomes(settings, outcomes, keep_going=True)
     typer.echo(table_of(item, results, form), nl=False)
-    _log("records: " + ", ".join(str(record.folder) for record in results))
+    echo_error("records: " + ", ".join(str(record.folder) for record in results))
     fail(failed)
 
 

@@ -105,6 +105,8 @@ class Client:
 
 
 class Batch(NamedTuple):
+    """Hold a minibatch of a client as its loss gets it."""
+
     x: Tensor  # (batch, ...)
     y: Tensor  # (batch,) valid labels also where real is False
     real: Tensor  # (batch,) False for padding; with `class_weights` the sample's weight, 0 for padding

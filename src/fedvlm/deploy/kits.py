@@ -16,21 +16,11 @@ from typing import Any, TypeVar
 
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
 from fedvlm.deploy.flower.network import LOOPBACK_NAMES, join_address, split_address
-from fedvlm.deploy.identity.certificates import CERTIFICATE_FILE as CERTIFICATE
-from fedvlm.deploy.identity.certificates import (
-    SITES_FOLDER,
-    SiteCertificate,
-    certificate_path,
-    current_certificate,
-    issue_certificate,
-    write_document,
-)
-from fedvlm.deploy.identity.certificates import admitted_sites as admitted
+from fedvlm.deploy.identity import certificates
 from fedvlm.deploy.identity.keys import create_certificates, create_key_pair
 from fedvlm.deploy.operations.webhook import check_webhook
 from fedvlm.deploy.site.peers import Peer, write_peers
-from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, example_policy
-from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
+from fedvlm.deploy.site.policy import POLICY_FILE, example_policy
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.experiment_files import read_toml
 from fedvlm.storage.files import (
@@ -55,6 +45,15 @@ RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is ask
 RUN_STATES_FILE = "run-states.json"  # in the server's folder: "running" or "ended" for each run since its start
 RECORDS_FILE = "records.json"  # in the server's folder: records of its runs elsewhere
 STOP_FILE = "stop.json"  # in the server's folder: the runs to stop
+SITE_README = """This folder belongs to the site alone: `key` is its secret.
+Read policy.toml: it says what this site allows, whatever the server asks.
+Start the site: fedvlm deploy site {} --data IMAGES --encoder ENCODER
+"""
+SERVER_README = """Keep this folder on the server: all *.key files are its secrets.
+Give invitation.json to sites that should join; fedvlm deploy admit admits them.
+Start the server: fedvlm deploy server server
+Run an experiment over the sites: fedvlm deploy run server experiment.toml
+"""
 K = TypeVar("K")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
@@ -112,7 +111,7 @@ def _read(kind: type[K], path: Path) -> K:
 
 
 def read_server(folder: Path) -> ServerKit:
-    return replace(_read(ServerKit, folder / "server.toml"), sites=tuple(admitted(folder)))
+    return replace(_read(ServerKit, folder / "server.toml"), sites=tuple(certificates.admitted_sites(folder)))
 
 
 def read_site(folder: Path) -> SiteKit:
@@ -121,10 +120,9 @@ def read_site(folder: Path) -> SiteKit:
 
 def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
     """Return the kit with the options of the command line."""
-    options = dict(options)
-    if Path(str(options.get("data", ""))).exists() and options.get("data"):
-        options["data"] = str(Path(options["data"]).resolve())
-    return replace(kit, **options)
+    data = str(options.get("data", ""))
+    place = {"data": str(Path(data).resolve())} if data and Path(data).exists() else {}
+    return replace(kit, **{**options, **place})
 
 
 def is_host(text: str) -> bool:
@@ -158,7 +156,12 @@ def write_site(kit: SiteKit) -> None:
 
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
     """Create the server's folder, and for a rehearsal a kit per site with a key made here."""
-    _check_new_kits(folder, sites)
+    for name in sites:
+        check_name(name)
+    if len({name.casefold() for name in sites}) < len(sites):
+        raise SettingsError(f"the sites {', '.join(sites)} are not all different; name each once")
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingsError(f"{folder} is not empty; kits hold keys and are never overwritten: choose a new folder")
     if not is_host(host) or not 0 < port < 65536:
         raise SettingsError(
             f"host = {host!r} and port = {port} are not an address; name the server as the sites reach it, e.g. "
@@ -169,7 +172,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     signing, server_pub = create_key_pair()
     papers = create_certificates(host)
     central = folder / "server"
-    for path in (folder, central, central / SITES_FOLDER, *(folder / f"site-{name}" for name in sites)):
+    for path in (folder, central, central / certificates.SITES_FOLDER, *(folder / f"site-{name}" for name in sites)):
         make_private_folder(path)
     write_secret(central / "signing.key", signing)
     for name in ("server.key", "ca.key"):
@@ -178,36 +181,37 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),
         ("server.toml", to_toml({"format": KIT_FORMAT, "address": address, **server}).encode()),
-        ("README.txt", server_readme().encode()),
+        ("README.txt", SERVER_README.encode()),
     ):
         write_file(central / file, data)
     words = {"address": address, "ca": papers["ca.crt"].decode(), "server": server_pub.decode()}
-    write_document(central / INVITATION_FILE, "invitation", words)
+    certificates.write_document(central / INVITATION_FILE, "invitation", words)
     for name in sites:
         private_key, public = create_key_pair()
         write_secret(folder / f"site-{name}" / "key", private_key)
-        certificate = issue_certificate(central, address, name, public)
-        fill_site_folder(folder / f"site-{name}", certificate, certificate_path(central, name).read_bytes())
+        certificate = certificates.issue_certificate(central, address, name, public)
+        fill_site_folder(
+            folder / f"site-{name}", certificate, certificates.certificate_path(central, name).read_bytes()
+        )
         write_site(replace(read_site(folder / f"site-{name}"), made_by_server=True))
         if server.get("plain"):
-            write_file(folder / f"site-{name}" / POLICY, example_policy(plain=True).encode())
+            write_file(folder / f"site-{name}" / POLICY_FILE, example_policy(plain=True).encode())
     for name in sites:  # in a rehearsal nobody has to compare keys that were made here
-        peers = [
-            Peer(other, current_certificate(central, other).fingerprint, "init") for other in sites if other != name
-        ]
+        others = [other for other in sites if other != name]
+        peers = [Peer(other, certificates.current_certificate(central, other).fingerprint, "init") for other in others]
         write_peers(folder / f"site-{name}", peers)
     return [central, *(folder / f"site-{name}" for name in sites)]
 
 
-def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificate: bytes) -> None:
+def fill_site_folder(folder: Path, site_certificate: certificates.SiteCertificate, certificate: bytes) -> None:
     """Fill a site's folder with what its server sent; the site's own files stay as they are."""
     for file, data in (
-        (CERTIFICATE, certificate),
+        (certificates.CERTIFICATE_FILE, certificate),
         ("server.pub", site_certificate.server.encode()),
         ("ca.crt", site_certificate.ca.encode()),
     ):
         write_file(folder / file, data, 0o600)
-    for file, text in ((POLICY, DEFAULT_POLICY_TEXT), ("README.txt", site_readme(folder.name))):
+    for file, text in ((POLICY_FILE, example_policy()), ("README.txt", SITE_README.format(folder.name))):
         if not (folder / file).exists():
             write_file(folder / file, text.encode())
     kit = read_site(folder) if (folder / "site.toml").exists() else SiteKit(folder, site_certificate.site, "")
@@ -220,36 +224,12 @@ def check_name(name: str) -> None:
         raise SettingsError(f"the site name {name!r} is invalid; use at most 63 letters, digits, spaces, dots, - and _")
 
 
-def _check_new_kits(folder: Path, sites: Sequence[str]) -> None:
-    for name in sites:
-        check_name(name)
-    if len({name.casefold() for name in sites}) < len(sites):
-        raise SettingsError(f"the sites {', '.join(sites)} are not all different; name each once")
-    if folder.exists() and any(folder.iterdir()):
-        raise SettingsError(f"{folder} is not empty; kits hold keys and are never overwritten: choose a new folder")
-
-
 def write_secret(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         os.fsync(file.fileno())
-
-
-def site_readme(name: str) -> str:
-    return (
-        "This folder belongs to the site alone: `key` is its secret.\nRead policy.toml: it says what this site allows, "
-        f"whatever the server asks.\nStart the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
-    )
-
-
-def server_readme() -> str:
-    return (
-        "Keep this folder on the server: all *.key files are its secrets.\nGive invitation.json to sites that should "
-        "join; fedvlm deploy admit admits them.\nStart the server: fedvlm deploy server server\nRun an experiment over "
-        "the sites: fedvlm deploy run server experiment.toml\n"
-    )
 
 
 def record_folders(folder: Path) -> dict[str, Path]:
@@ -286,7 +266,8 @@ def write_backup(folder: Path, file: Path) -> int:
     message = f"site {folder} is running, and its ledger must not change meanwhile; stop the site first"
     with exclusive_lock(folder / ".lock", message) if is_site else nullcontext(), _snapshot(folder) as copy:
         write_index(copy)
-        names = [INDEX_FILE, *sorted(_relative_files(copy) - {INDEX_FILE})]
+        files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+        names = [INDEX_FILE, *sorted(files - {INDEX_FILE})]
         with atomic_write(file) as draft_path:
             os.close(os.open(draft_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             with tarfile.open(draft_path, "w") as archive:
@@ -310,11 +291,8 @@ def restore_backup(file: Path, folder: Path) -> int:
             with tarfile.open(file, "r:") as archive:
                 archive.extractall(made, filter="data")
             bad = check_index(made)
-            files = _relative_files(made) - {INDEX_FILE}
-            unlisted = {
-                str(path.relative_to(made)) for path in made.rglob("*") if not path.is_dir() or path.is_symlink()
-            }
-            unlisted -= {INDEX_FILE, *read_json(made / INDEX_FILE)["files"]}
+            paths = {str(path.relative_to(made)) for path in made.rglob("*") if not path.is_dir() or path.is_symlink()}
+            unlisted = paths - {INDEX_FILE, *read_json(made / INDEX_FILE)["files"]}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
             raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
@@ -326,11 +304,7 @@ def restore_backup(file: Path, folder: Path) -> int:
             )
         (made / INDEX_FILE).unlink()
         made.rename(folder)
-    return len(files)
-
-
-def _relative_files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return len(paths) - 1
 
 
 @contextmanager

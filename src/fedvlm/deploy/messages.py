@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from fedvlm.data.splits import SPLITS
 from fedvlm.data.table import to_nfc
@@ -24,14 +25,10 @@ from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.protocols import Training
 from fedvlm.runner.settings import MAX_STATEMENT_CHARS, Settings
 
-try:
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-except ImportError as error:
-    raise SettingsError("a deployment needs the package pydantic; pip install 'fedvlm[flower]'") from error
-
 PROTOCOL = 1  # raised when a change of the messages makes two versions of fedvlm unable to talk
 MAX_COUNT = 10**9  # rounds, samples, classes, dimensions
 MAX_NUMBER = 1e15  # no valid number is larger; sums of such numbers stay finite
+MAX_DESCRIBED = 10_000  # numbers of a site's description: a count for each class
 MAX_CLASSIFIERS = 16  # that one evaluation measures
 SCORE_COUNTS = tuple(f"{split}_{count}" for split in SPLITS[1:] for count in ("rows", "hits"))
 OPTIONAL_SCORES = tuple(dict.fromkeys(("loss", *METRICS[1:], *findings.METRICS)))
@@ -76,7 +73,7 @@ class Fields(BaseModel):
 class Header(Fields):
     """Hold what every request and reply carries; a reply repeats the first four fields of its request."""
 
-    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join", "evaluate"]
+    kind: Literal["open", "round", "adapt", "plan", "counts", "sum", "end", "join", "describe", "evaluate"]
     training: Key
     round: Count
     nonce: Annotated[Text, StringConstraints(max_length=64)]
@@ -167,7 +164,8 @@ class RoundRequest(Header):
 class SumRequest(Header):
     """Ask a member of a verified sum for its next step; statements of all members come with it.
 
-    The steps are to agree to a plan, to sum class counts, to sum uploads of a round, to end, and to join late.
+    The steps are to agree to a plan, to sum class counts, to sum uploads of a round, and to end. Later a site may join,
+    and members may describe their data.
     """
 
     client: Text
@@ -181,7 +179,7 @@ class SumReply(Header):
     client: Text
     statement: dict[str, Any]
     scores: Scores | None = None  # only at the end
-    described: Annotated[dict[Text, Number], Field(max_length=32)] = {}
+    described: Annotated[dict[Text, Number], Field(max_length=MAX_DESCRIBED)] = {}
 
 
 class SampleCounts(Fields):
@@ -236,7 +234,7 @@ class Withdrawal(Fields):
     signature: Text
 
 
-SUM_KINDS = ("plan", "counts", "sum", "end", "join")  # steps of a verified sum
+SUM_KINDS = ("plan", "counts", "sum", "end", "join", "describe")  # steps of a verified sum
 ECHOED_FIELDS = ("kind", "training", "round", "nonce")
 F = TypeVar("F", bound=Fields)
 
@@ -339,6 +337,7 @@ ERROR_MESSAGES = {code: f"refused by its policy: {text}" for code, text in POLIC
     "version": "it does not have the local tensors that the server continues from; restore its folder `state`, or run "
     "the experiment again from the start",
     "test samples": "it has no test samples that none of its trainings has used",
+    "findings": "its images have several findings each, which only `fedvlm data-report` describes, at the site",
     "texts": "its encoder or its class texts are not those of the classifier",
     "encoder": "this site began this training with another encoder than it has now",
     "classes": "it has images of {count} classes that are not in this experiment",

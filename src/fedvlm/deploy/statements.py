@@ -14,19 +14,11 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
-from fedvlm.channel.verified import (
-    FIXED_POINT_STEPS,
-    WEIGHT_KEY,
-    Vector,
-    add_vectors,
-    check_state,
-    decode_sum,
-    derive_key,
-    unpack_integers,
-)
+from fedvlm.channel import verified
 from fedvlm.core import Frozen, Method, Tensors, upload_sum
 from fedvlm.deploy.identity.keys import Signer, sign_bytes, verify_bytes
 from fedvlm.deploy.messages import Fields, Key, Text, parse
@@ -151,7 +143,7 @@ def expected_upload(session: str, number: int, state: str, previous: str) -> dic
 
 
 def read_uploads(
-    entries: Any, vectors: Mapping[str, Vector], plan: Plan, expected: Mapping[str, Any]
+    entries: Any, vectors: Mapping[str, verified.Vector], plan: Plan, expected: Mapping[str, Any]
 ) -> dict[str, UploadStatement]:
     """Return the statements of a round's uploads, if all members computed them at the same point."""
     statements = read_statements(UploadStatement, entries, plan)
@@ -172,7 +164,7 @@ def read_uploads(
     return statements
 
 
-def hash_vector(vector: Vector) -> str:
+def hash_vector(vector: verified.Vector) -> str:
     return sha256(b"fedvlm vector 1\n" + vector.tobytes()).hexdigest()
 
 
@@ -194,13 +186,15 @@ def template_of_layout(layout: Sequence[str]) -> Tensors:
         raise FederationError("a member's upload has tensors that cannot be summed; it runs another version") from error
 
 
-def open_sum(vectors: Iterable[Vector], layout: Sequence[str], is_total: bool) -> tuple[Tensors, dict[str, float]]:
+def open_sum(
+    vectors: Iterable[verified.Vector], layout: Sequence[str], is_total: bool
+) -> tuple[Tensors, dict[str, float]]:
     """Return what all uploads add up to, and the summed scores."""
     template = template_of_layout(layout)
-    extra = {WEIGHT_KEY: torch.zeros(()), SCORES_KEY: torch.zeros(len(SCORE_NAMES))}
-    sums = unpack_integers(add_vectors(vectors), {**template, **extra})
-    scores = (sums[SCORES_KEY].double() / FIXED_POINT_STEPS).tolist()
-    return decode_sum(sums, is_total, template), dict(zip(SCORE_NAMES, scores, strict=True))
+    extra = {verified.WEIGHT_KEY: torch.zeros(()), SCORES_KEY: torch.zeros(len(SCORE_NAMES))}
+    sums = verified.unpack_integers(verified.add_vectors(vectors), {**template, **extra})
+    scores = (sums[SCORES_KEY].double() / verified.FIXED_POINT_STEPS).tolist()
+    return verified.decode_sum(sums, is_total, template), dict(zip(SCORE_NAMES, scores, strict=True))
 
 
 def next_state(
@@ -210,7 +204,7 @@ def next_state(
     method = per_finding(settings.method) if multi_label else settings.method
     weights = torch.tensor([float(len(members))])
     after = method.aggregate(before, [total], weights, sorted(members))
-    check_state(settings.channel, method, before, after, len(members))
+    verified.check_state(settings.channel, method, before, after, len(members))
     return after
 
 
@@ -261,8 +255,6 @@ def _is_same(own: Tensor, posted: Tensor) -> bool:
 
 def pair_keys(secret: bytes, agreements: Mapping[str, Agreement], name: str, bound: Sequence[Any]) -> dict[str, bytes]:
     """Return the mask key with every other member, bound to session, pair, purpose and what `bound` says."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-
     private, out = X25519PrivateKey.from_private_bytes(secret), {}
     salt = bytes.fromhex(session_id(agreements))
     for peer, agreement in agreements.items():
@@ -272,14 +264,12 @@ def pair_keys(secret: bytes, agreements: Mapping[str, Agreement], name: str, bou
             except ValueError as error:
                 raise FederationError(f"the session key of {peer} is invalid; nothing leaves") from error
             info = hash_words("mask", sorted([name, peer]), *bound)
-            out[peer] = derive_key(shared, salt, info.encode())
+            out[peer] = verified.derive_key(shared, salt, info.encode())
     return out
 
 
 def new_session_key() -> tuple[bytes, str]:
     """Return a private X25519 key and its public part in hexadecimal."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
     private = X25519PrivateKey.generate()
     return private.private_bytes_raw(), private.public_key().public_bytes_raw().hex()
 
@@ -288,7 +278,7 @@ def state_digest(state: Tensors) -> str:
     return hash_tensors(state)
 
 
-def to_vector(array: Any) -> Vector:
+def to_vector(array: Any) -> verified.Vector:
     """Return a masked upload from a message; refuse other arrays."""
     array = np.asarray(array)
     if array.dtype != np.int64 or array.ndim != 1:

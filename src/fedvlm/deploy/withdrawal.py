@@ -3,7 +3,7 @@
 The site writes a signed file with its past uploads. The server keeps only the sums of all uploads and a digest of each,
 subtracts the site's uploads, and revokes its key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,15 +34,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name
-from fedvlm.storage.files import (
-    read_json,
-    read_regular,
-    read_tensors,
-    write_file,
-    write_index,
-    write_json,
-    write_tensors,
-)
+from fedvlm.storage import files
 
 WITHDRAWAL_FILE = "withdrawal.safetensors"  # there, too: for the server
 WITHDRAWAL_PREFIX = b"fedvlm withdrawal\n"  # no reply of a round is a withdrawal, nor the other way round
@@ -54,19 +46,15 @@ def withdraw(folder: Path, by: str) -> Path:
         raise SettingsError("nobody is named; name who withdraws, e.g. --by 'A. Person'")
     kit, certificate, sign = read_site(folder), read_own_certificate(folder), Signer(folder / "key", WITHDRAWAL_PREFIX)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
+    files.write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
     uploads = [reply for place in sorted((folder / "state").glob("*")) for reply in _summed_uploads(place)]
-    about = {
-        "kind": "withdrawal",
-        "client": kit.name,
-        "federation": certificate.federation,
-        "uploads": [{name: reply.header[name] for name in ("training", "round")} for reply in uploads],
-    }
+    about: dict[str, Any] = {"kind": "withdrawal", "client": kit.name, "federation": certificate.federation}
+    about["uploads"] = [{name: reply.header[name] for name in ("training", "round")} for reply in uploads]
     all_arrays = {f"{i}/{key}": value for i, reply in enumerate(uploads) for key, value in reply.arrays.items()}
     message = sign(Message(about, all_arrays))
     data = to_bytes(message)
     Ledger(folder).add("out", -1, to_tensors(all_arrays), data, kind="withdrawal", by=by)
-    write_file(folder / WITHDRAWAL_FILE, data, 0o600)
+    files.write_file(folder / WITHDRAWAL_FILE, data, 0o600)
     EventLog(folder)("withdrawn", by=by, uploads=len(uploads))
     log_security(folder, "withdrawal", "allowed", actor=by)
     return folder / WITHDRAWAL_FILE
@@ -75,7 +63,7 @@ def withdraw(folder: Path, by: str) -> Path:
 def _summed_uploads(place: Path) -> list[Message]:
     """Return the uploads of a training whose uploads are plain sums."""
     try:
-        spec = read_json(place / "training.json")
+        spec = files.read_json(place / "training.json")
         settings = build(spec["identity"])
     except (OSError, FedVLMError):  # damaged, or of a method that is gone: nothing to be sent
         return []
@@ -128,7 +116,7 @@ class UploadSums:
     def read(cls, path: Path) -> "UploadSums":
         out = cls(path)
         if path.exists():
-            values, about = read_tensors(path)
+            values, about = files.read_tensors(path)
             out.sites = {int(number): site_entries for number, site_entries in about["sites"].items()}
             out.withdrawn_sites = about["withdrawn"]
             for number in out.sites:
@@ -143,7 +131,7 @@ class UploadSums:
             for number, round_tensors in all.items()
             for key, value in round_tensors.items()
         }
-        write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
+        files.write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
 
     def add(self, number: int, shared: Tensors, decoded: DecodedUploads) -> None:
         """Add a round as it was aggregated."""
@@ -213,8 +201,11 @@ class WithdrawalResult:
 
     run: str
     training: str
-    removed: bool
-    reason: str = ""  # it is not, if it is not
+    reason: str = ""  # it is not removed, if it is not
+
+    @property
+    def removed(self) -> bool:
+        return not self.reason
 
     def __str__(self) -> str:
         end = "removed from the shared tensors" if self.removed else f"not removed: {self.reason}; {NEW_RUN_NEEDED}"
@@ -234,31 +225,29 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
         runs = [Record(folder) for folder in (folders | {folder.resolve(): folder for folder in records}).values()]
         for record in runs:
             all.enter_context(record.lock())
-        plans = [plan_item for record in runs for plan_item in _removal_plans(record, site, uploads)]
+        plans = []
+        for record in runs:
+            trainings = trainings_of_record(record, build(record.manifest["identity"]))
+            made = [_removal_plan(record, *training, site, uploads) for training in trainings]
+            plans += [plan for plan in made if plan is not None]
         for plan in plans:
             plan.apply()
         if not applied_to:
             revoke_site(kit, site)
-    ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), read_regular(file, MAX_WITHDRAWAL_BYTES)
-    lines = [
-        {
-            "run": plan_item.run,
-            "training": plan_item.training,
-            "what": "removed" if plan_item.removed else plan_item.reason,
-        }
-        for plan_item in (plan.result for plan in plans)
-    ]
+    ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), files.read_regular(file, MAX_WITHDRAWAL_BYTES)
+    results = [plan.result for plan in plans]
+    lines = [{"run": done.run, "training": done.training, "what": done.reason or "removed"} for done in results]
     for words in lines or [{"what": "it had contributed to no run"}]:
-        about: dict[str, Any] = {"kind": "withdrawal", "site": site, **words}
-        ledger.add("in", -1, None, data, **about)  # of the same hash as in the site's ledger
-    log_event("withdrew", site=site, out=sum(plan.result.removed for plan in plans), of=len(plans))
-    return site, [plan.result for plan in plans]
+        # of the same hash as in the site's ledger
+        ledger.add("in", -1, None, data, kind="withdrawal", site=site, **words)
+    log_event("withdrew", site=site, out=sum(result.removed for result in results), of=len(results))
+    return site, results
 
 
 def _applied_to(kit: ServerKit, file: Path) -> str:
     """Return the site of a file that this server has accepted before, or nothing."""
     try:
-        digest = sha256(read_regular(file, MAX_WITHDRAWAL_BYTES)).hexdigest()
+        digest = sha256(files.read_regular(file, MAX_WITHDRAWAL_BYTES)).hexdigest()
     except OSError:
         return ""
     lines = [line for line in Ledger(kit.folder).read().lines if line.get("kind") == "withdrawal"]
@@ -271,7 +260,7 @@ def read_withdrawal(kit: ServerKit, file: Path, accepted_of: str = "") -> tuple[
     The signature of a file that was accepted before is not checked again: the site's key has ended since.
     """
     try:
-        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
+        message = from_bytes(files.read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
         fields = parse(Withdrawal, message.header, "the withdrawal")
         check_arrays(message)
     except OSError as error:
@@ -295,8 +284,6 @@ class RemovalPlan:
 
     result: WithdrawalResult
     record: Record
-    name: str
-    site: str
     sums: UploadSums | None = None
     shared: Tensors | None = None
 
@@ -304,26 +291,23 @@ class RemovalPlan:
         """Write the files in an order that can be repeated after a crash."""
         if self.sums is None or self.shared is None:
             return
-        path = self.record.folder / "trainings" / f"{self.name}.safetensors"
-        values, about = read_tensors(path)
+        path = self.record.folder / "trainings" / f"{self.result.training}.safetensors"
+        values, about = files.read_tensors(path)
         new = {f"shared/{k}": v.to(values[f"shared/{k}"].dtype) for k, v in self.shared.items()}
-        write_tensors(path, {**values, **new}, about)
-        summary = read_json(path.with_suffix(".json"))
-        write_json(path.with_suffix(".json"), {**summary, "withdrawn": self.sums.withdrawn_sites})
+        files.write_tensors(path, {**values, **new}, about)
+        summary = files.read_json(path.with_suffix(".json"))
+        files.write_json(path.with_suffix(".json"), {**summary, "withdrawn": self.sums.withdrawn_sites})
         self.sums.write()
-        write_index(self.record.folder, RECORD_FILES)
+        files.write_index(self.record.folder, RECORD_FILES)
 
 
-def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tensors]]) -> list[RemovalPlan]:
-    settings = build(record.manifest["identity"])
-    out = []
+def trainings_of_record(record: Record, settings: Settings) -> Iterator[tuple[Settings, Training, int]]:
+    """Yield every training of a deployed run, with its settings after tuning and its seed."""
+    domains = {name: name for name in record.manifest["sites"]}
     for seed in settings.seeds:
-        now = tune.with_tuned(settings, record.manifest, seed)
-        domains = {name: name for name in record.manifest["sites"]}
-        for training in trainings_of(now, domains, seed):
-            if (plan := _removal_plan(record, now, training, seed, site, uploads)) is not None:
-                out.append(plan)
-    return out
+        tuned = tune.with_tuned(settings, record.manifest, seed)
+        for training in trainings_of(tuned, domains, seed):
+            yield tuned, training, seed
 
 
 def _removal_plan(
@@ -337,16 +321,15 @@ def _removal_plan(
     sums = UploadSums.read(path.with_suffix(f".{SUMS_SUFFIX}"))
     if not sent or site in sums.withdrawn_sites:
         return None
-    run_and_training = (record.folder.name, name)
     site_uploads: Uploads = uploads.get(training_key(training_spec(settings, training, seed)), {})
     try:
         if reason := removal_obstacle(settings):
             raise NotRemovableError(reason)
         if not path.exists():
             raise NotRemovableError("the run is not finished")
-        if read_tensors(path)[1]["round"] != settings.method.rounds:
+        if files.read_tensors(path)[1]["round"] != settings.method.rounds:
             raise NotRemovableError("an earlier round than the last was chosen")
         shared = sums.remove_site(settings.method, site, site_uploads)
     except NotRemovableError as error:
-        return RemovalPlan(WithdrawalResult(*run_and_training, False, str(error)), record, name, site)
-    return RemovalPlan(WithdrawalResult(*run_and_training, True), record, name, site, sums, shared)
+        return RemovalPlan(WithdrawalResult(record.folder.name, name, str(error)), record)
+    return RemovalPlan(WithdrawalResult(record.folder.name, name), record, sums, shared)

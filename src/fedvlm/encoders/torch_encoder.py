@@ -1,13 +1,17 @@
 """Base of encoders that compute with torch: on the CPU in float32, or on a GPU in float16."""
 
+import platform
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +20,7 @@ from fedvlm.encoders import BATCH, Vectors
 from fedvlm.errors import EncoderError
 
 MAX_GPU_BATCH = 256  # images; a kill loses at most one batch
+MIN_ONEDNN_WEIGHTS = 1 << 18  # of a linear layer; a smaller one gains nothing
 TENSORS_PER_IMAGE = 8  # memory of one image in units of its largest tensor
 
 
@@ -34,7 +39,10 @@ class TorchEncoder:
     def dtype(self) -> str:
         return "float16" if self.half else "float32"
 
-    def halved(self) -> torch.autocast:
+    def halved(self) -> "torch.autocast | OneDnnLinear":
+        """Return the context that the model computes in."""
+        if not self.half and has_slow_mkl():
+            return OneDnnLinear()
         return torch.autocast(self.device.type, torch.float16, enabled=self.half)
 
     def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
@@ -84,6 +92,25 @@ class TorchEncoder:
             return BATCH
         fits = room // 2 // self._bytes_per_image  # half is left for fragmentation
         return min(MAX_GPU_BATCH, 1 << max(0, fits.bit_length() - 1))
+
+
+@cache
+def has_slow_mkl() -> bool:
+    """Return whether torch multiplies by MKL on an AMD processor, where MKL is half as fast as oneDNN."""
+    cpuinfo = Path("/proc/cpuinfo")
+    vendor = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
+    return "AuthenticAMD" in vendor and torch._C.has_mkl and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class OneDnnLinear(TorchFunctionMode):
+    """Compute large float32 linear layers by oneDNN instead of MKL; results differ by rounding."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is linear and not kwargs and len(args) == 3:
+            x, weight, bias = args
+            if weight.numel() >= MIN_ONEDNN_WEIGHTS and x.dtype == weight.dtype == torch.float32 and x.ndim > 1:
+                return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return function(*args, **(kwargs or {}))
 
 
 class _LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -53,16 +53,8 @@ class UploadSums:
             key: value if self.types[key] == torch.long else (value / divisor).to(self.types[key])
             for key, value in self.total.items()
         }
-        return DecodedUploads(
-            [EVERYONE],
-            [mean_upload],
-            torch.tensor([self.rows]),
-            self.sizes,
-            self.channel_states,
-            outliers=self.outliers,
-            stored=self.sizes.keys(),
-            contributors=list(self.sizes),
-        )
+        out = DecodedUploads([EVERYONE], [mean_upload], torch.tensor([self.rows]), self.sizes, self.channel_states)
+        return replace(out, outliers=self.outliers, stored=self.sizes.keys(), contributors=list(self.sizes))
 
 
 @without_compiler()

@@ -45,11 +45,7 @@ def apply_attack(
     if attack.kind == "collude":
         honest = [i for i, task in enumerate(uploading_tasks) if task.id not in attacker_ids]
         honest_round = UploadRound(
-            terms.method,
-            kind,
-            [uploads[i] for i in honest],
-            [uploading_tasks[i].sent for i in honest],
-            rows[honest],
+            terms.method, kind, [uploads[i] for i in honest], [uploading_tasks[i].sent for i in honest], rows[honest]
         )
         colluded = _collude(honest_round, attack.effective_strength) if honest else {}
     for place, task in enumerate(uploading_tasks):

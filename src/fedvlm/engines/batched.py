@@ -8,10 +8,9 @@ number of workers. On a GPU they are larger, as its free memory allows when a tr
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
-from typing import Protocol
 
 from fedvlm.engines.chunks import CHUNK_ROW_BYTES, adapt_chunk, make_chunks, run_chunk
-from fedvlm.engines.client import ClientReply, RoundReplies, Task, World
+from fedvlm.engines.client import Engine, RoundReplies, Task, World
 from fedvlm.engines.placement import chunk_factor, device_of, with_resident_rows
 from fedvlm.engines.sequential import one_thread
 from fedvlm.engines.workers import WorkerPool
@@ -38,23 +37,19 @@ class Batched:
         if self.pool is not None:
             return RoundReplies(self.pool.round(number, parts))
         start = perf_counter()
-        done: dict[str, ClientReply] = {}
         with one_thread():
-            for part in parts:
-                done.update(run_chunk(self.world, number, part))
+            done = [run_chunk(self.world, number, part) for part in parts]
         self.rounds -= 1
         self.forks = self.workers > 1 and (perf_counter() - start) * self.rounds > MIN_SECONDS_TO_FORK
-        return RoundReplies(done)
+        return RoundReplies({id: reply for replies in done for id, reply in replies.items()})
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         parts = make_chunks(self.world, tasks, self.chunk_factor)
         if self.pool is not None:
             return RoundReplies(self.pool.round(number, parts, last=True))
-        done: dict[str, ClientReply] = {}
         with one_thread():
-            for part in parts:
-                done.update(adapt_chunk(self.world, number, part))
-        return RoundReplies(done)
+            done = [adapt_chunk(self.world, number, part) for part in parts]
+        return RoundReplies({id: reply for replies in done for id, reply in replies.items()})
 
     def _fork(self, parts: int) -> None:
         if self.forks and self.pool is None and parts > 1:
@@ -77,24 +72,15 @@ class Batched:
             self.pool = None
 
 
-class RoundRunner(Protocol):
-    """What an engine does with the clients of a part of a large federation."""
-
-    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies: ...
-    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies: ...
-
-
 FinishedPart = tuple[Sequence[Task], RoundReplies]
 
 
 def run_parts(
-    engine: RoundRunner, number: int, parts: Iterable[Sequence[Task]], last: bool = False
+    engine: Engine, number: int, parts: Iterable[Sequence[Task]], last: bool = False
 ) -> Iterator[FinishedPart]:
     """Yield the tasks of each part with their replies: of a round, or with `last` of the adaptation.
 
-    The next part runs in the workers while the caller compares, sums and writes the last one.
-
-    Whoever takes them does so with one thread, for the cores are the workers'.
+    The next part runs in the workers while the caller handles the last one, with one thread: the cores are theirs.
     """
     run_part = engine.adapt if last else engine.round
     batched = engine if isinstance(engine, Batched) else None
@@ -108,15 +94,11 @@ def run_parts(
                 ready, running = running, (tasks, executor.submit(run_part, number, tasks))
                 del tasks
                 if ready is not None:
-                    yield _await_part(ready)
+                    yield ready[0], ready[1].result()
                     del ready
             if running is not None:
                 ready, running = running, None
-                yield _await_part(ready)
+                yield ready[0], ready[1].result()
         finally:
             if running is not None and batched is not None:  # the caller has failed and does not wait for it
                 batched.stop()
-
-
-def _await_part(ready: "tuple[Sequence[Task], Future[RoundReplies]]") -> FinishedPart:
-    return ready[0], ready[1].result()

@@ -14,20 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, as_stacked
-from fedvlm.engines.client import (
-    PREDICTION_BYTES,
-    ClientReply,
-    ClientRows,
-    Scores,
-    Task,
-    World,
-    evaluation_rows,
-    make_client,
-    measure,
-    member_rows,
-    predict,
-    score_counts,
-)
+from fedvlm.engines import client
 from fedvlm.engines.sequential import adapt_client, failure, run_client
 from fedvlm.errors import FedVLMError
 from fedvlm.parts.bodies import adapts
@@ -37,14 +24,14 @@ Rows = NDArray[np.int64]
 MAX_PADDING_RATIO = 2  # padded rows relative to samples, above which clients are predicted one by one
 
 
-def row_numbers(world: World, rows: Rows) -> tuple[Tensor, Tensor]:
+def row_numbers(world: client.World, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return row numbers in place of samples and labels."""
     return world.x.new_empty(len(rows), 0), torch.from_numpy(rows)
 
 
-def stack_clients(world: World, ids: Sequence[str], number: int) -> Client:
+def stack_clients(world: client.World, ids: Sequence[str], number: int) -> Client:
     """Stack clients along a leading axis; `pad_clients` of their samples would copy them twice."""
-    bare = pad_clients([make_client(world, id, number, row_numbers) for id in ids])
+    bare = pad_clients([client.make_client(world, id, number, row_numbers) for id in ids])
     x, y = fill_rows(world, bare.y)
     val_x, val_y = fill_rows(world, bare.val_y)
     stacked = replace(bare, x=x, y=y, val_x=val_x, val_y=val_y)
@@ -54,16 +41,17 @@ def stack_clients(world: World, ids: Sequence[str], number: int) -> Client:
     return replace(stacked, unlabelled=fill_rows(world, pad_sequence(rows, batch_first=True, padding_value=-1))[0])
 
 
-def load_chunk(world: World, ids: Sequence[str]) -> World:
+def load_chunk(world: client.World, ids: Sequence[str]) -> client.World:
     """Return the world of some clients, with their samples read at once if they are in a file."""
     if world.file_rows is None:
         return world
     chunk_members = [world.members[id] for id in ids]
-    parts = [member_rows(member) for member in chunk_members]
+    parts = [client.member_rows(member) for member in chunk_members]
     rows = np.sort(np.concatenate([part for splits in parts for part in splits]))
     rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's samples
     members = {
-        id: ClientRows(*(np.searchsorted(rows, part) for part in splits)) for id, splits in zip(ids, parts, strict=True)
+        id: client.ClientRows(*(np.searchsorted(rows, part) for part in splits))
+        for id, splits in zip(ids, parts, strict=True)
     }
     y = world.y[torch.from_numpy(rows)]
     groups = None if world.groups is None else world.groups[torch.from_numpy(rows)]
@@ -99,7 +87,7 @@ def pad_clients(clients: Sequence[Client]) -> Client:
     )
 
 
-def fill_rows(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
+def fill_rows(world: client.World, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return samples (clients, longest, ...) and labels; 0 and -1 where a row number is -1."""
     real, index = rows >= 0, rows.clamp(min=0).flatten()
     x = world.read(index.numpy()).reshape(*rows.shape, *world.x.shape[1:])
@@ -109,7 +97,7 @@ def fill_rows(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.where(real.reshape(*rows.shape, *[1] * (y.ndim - rows.ndim)), y, -1)
 
 
-def stack_sent(tasks: Sequence[Task]) -> Tensors:
+def stack_sent(tasks: Sequence[client.Task]) -> Tensors:
     """Stack what each client was sent; what is the same for all is stored once."""
     first = tasks[0].sent
     return {
@@ -120,38 +108,39 @@ def stack_sent(tasks: Sequence[Task]) -> Tensors:
     }
 
 
-def measure_chunk(world: World, tasks: Sequence[Task], sent: Tensors, local: Tensors) -> list[Scores]:
+def measure_chunk(
+    world: client.World, tasks: Sequence[client.Task], sent: Tensors, local: Tensors
+) -> list[client.Scores]:
     """Return every client's scores with what it was sent; `sent` and `local` are stacked."""
-    parts = [evaluation_rows(world, task.id) for task in tasks]
+    parts = [client.evaluation_rows(world, task.id) for task in tasks]
     logits = None
     if world.frozen.multi_label or (world.groups is not None and world.group_metrics != "image"):
-        return [measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
+        return [client.measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
     if not world.metrics and not local and all(tensor.stride(0) == 0 for tensor in sent.values()):
-        logits = _predict_common(world, tasks[0].sent, parts)
+        rows = np.concatenate([rows for part in parts for rows in part])
+        logits = client.predict(world, tasks[0].sent, {}, rows)  # all clients predict alike
     elif not world.metrics:
         logits = _predict_stacked(world, sent, local, parts)
     if logits is None:
-        return [measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
+        return [client.measure(world, task.sent, task.local_tensors, task.id) for task in tasks]
     y = world.y[torch.from_numpy(np.concatenate([rows for part in parts for rows in part]))]
     sizes = [len(rows) for part in parts for rows in part]
     losses = torch.split(torch.nn.functional.cross_entropy(logits, y, reduction="none"), sizes)
     cumulative_correct = np.cumsum([0, *(logits.argmax(1) == y).tolist()])
     n_correct = np.diff(cumulative_correct[np.cumsum([0, *sizes])]).tolist()
     return [
-        score_counts(losses[i].mean().item(), sizes[i : i + 2], n_correct[i : i + 2]) for i in range(0, len(sizes), 2)
+        client.score_counts(losses[i].mean().item(), sizes[i : i + 2], n_correct[i : i + 2])
+        for i in range(0, len(sizes), 2)
     ]
 
 
-def _predict_common(world: World, sent: Tensors, parts: Sequence[tuple[Rows, Rows]]) -> Tensor:
-    """Return logits (samples, classes) if all clients predict alike, as of one client."""
-    return predict(world, sent, {}, np.concatenate([rows for part in parts for rows in part]))
-
-
-def _predict_stacked(world: World, sent: Tensors, local: Tensors, parts: Sequence[tuple[Rows, Rows]]) -> Tensor | None:
+def _predict_stacked(
+    world: client.World, sent: Tensors, local: Tensors, parts: Sequence[tuple[Rows, Rows]]
+) -> Tensor | None:
     """Return logits (samples, classes) of stacked clients, or None if they cannot be stacked."""
     rows_by_client = [np.concatenate(part) for part in parts]
     real, longest = sum(map(len, rows_by_client)), max(map(len, rows_by_client))
-    is_large = world.x.ndim != 2 or len(rows_by_client) * longest * 4 * world.x.shape[1] > PREDICTION_BYTES
+    is_large = world.x.ndim != 2 or len(rows_by_client) * longest * 4 * world.x.shape[1] > client.PREDICTION_BYTES
     if as_stacked(world.method) is None or is_large or len(rows_by_client) * longest > MAX_PADDING_RATIO * real:
         return None
     places = torch.full((len(rows_by_client), longest), -1)
@@ -173,21 +162,17 @@ def _predict_stacked(world: World, sent: Tensors, local: Tensors, parts: Sequenc
 
 
 CHUNK_ROW_BYTES = 8 << 20  # bytes of the padded samples of a chunk
-
-
 CHUNK_LOCAL_BYTES = 1 << 20  # bytes of the local tensors of a chunk: large ones gain nothing from stacking
-
-
 MAX_CLIENTS_PER_CHUNK = 32
 
 
-def make_chunks(world: World, tasks: Sequence[Task], chunk_factor: int = 1) -> list[list[Task]]:
+def make_chunks(world: client.World, tasks: Sequence[client.Task], chunk_factor: int = 1) -> list[list[client.Task]]:
     """Group tasks by size, largest first, so that little is padded and processes end together.
 
     `times` as much as suits the cache of a core may be together.
     """
     width = 4 * prod(world.x.shape[1:])
-    out: list[list[Task]] = []
+    out: list[list[client.Task]] = []
     longest = local_bytes = 0
     count = {task.id: len(world.members[task.id].train) for task in tasks}
     for task in sorted(tasks, key=lambda t: (not t.trains, -count[t.id], t.id)):
@@ -210,17 +195,15 @@ def make_chunks(world: World, tasks: Sequence[Task], chunk_factor: int = 1) -> l
     return out
 
 
-def have_same_shapes(a: Task, b: Task) -> bool:
+def have_same_shapes(a: client.Task, b: client.Task) -> bool:
     """Tell whether the tensors of two clients have the same names and shapes."""
     pairs = ((a.sent, b.sent), (a.local_tensors, b.local_tensors))
-    return all(
-        tensors_a.keys() == tensors_b.keys() and all(tensors_a[key].shape == tensors_b[key].shape for key in tensors_a)
-        for tensors_a, tensors_b in pairs
-    )
+    shapes = [[{key: value.shape for key, value in held.items()} for held in pair] for pair in pairs]
+    return all(of_a == of_b for of_a, of_b in shapes)
 
 
 @tensors.without_compiler()
-def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
+def run_chunk(world: client.World, number: int, tasks: Sequence[client.Task]) -> dict[str, client.ClientReply]:
     """Run a chunk; if it fails, run its clients one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam amplifies the rounding errors of a zero gradient.
     one_by_one = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
@@ -241,7 +224,7 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Cli
 
 
 @tensors.without_compiler()
-def adapt_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
+def adapt_chunk(world: client.World, number: int, tasks: Sequence[client.Task]) -> dict[str, client.ClientReply]:
     """Adapt and measure the clients of a chunk; without adaptation many clients are measured in one product."""
     world = load_chunk(world, [task.id for task in tasks])
     if not world.has_many_clients or adapts(world.method) or not isinstance(world.x, Tensor):
@@ -249,12 +232,12 @@ def adapt_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, C
     sent, local = stack_sent(tasks), tensors.stack([task.local_tensors for task in tasks])
     scores = measure_chunk(world, tasks, sent, local)
     return {
-        task.id: ClientReply(None, task.local_tensors, scores[i], len(world.members[task.id].train))
+        task.id: client.ClientReply(None, task.local_tensors, scores[i], len(world.members[task.id].train))
         for i, task in enumerate(tasks)
     }
 
 
-def run_stacked(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
+def run_stacked(world: client.World, number: int, tasks: Sequence[client.Task]) -> dict[str, client.ClientReply]:
     method, frozen = world.method, world.frozen
     sent, local = stack_sent(tasks), tensors.stack([task.local_tensors for task in tasks])
     scores = measure_chunk(world, tasks, sent, local)
@@ -269,7 +252,7 @@ def run_stacked(world: World, number: int, tasks: Sequence[Task]) -> dict[str, C
 
         uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
     return {
-        task.id: ClientReply(
+        task.id: client.ClientReply(
             {key: value[i] for key, value in uploads.items()},  # views: all are used, or none
             tensors.select(locals_, i),
             scores[i],

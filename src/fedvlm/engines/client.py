@@ -57,8 +57,6 @@ def member_rows(member: Member) -> list[NDArray[np.int64]]:
 
 GroupRule = Literal["image", "mean", "max"]
 Kind = Literal["none", "sign-flip", "scale", "label-flip", "noise", "collude"]
-
-
 DEFAULT_STRENGTH = {"sign-flip": 10.0, "scale": 10.0, "noise": 10.0, "collude": 1.5, "label-flip": 1.0}
 
 
@@ -74,9 +72,7 @@ class Attack:
         if not 0 <= self.strength < float("inf"):
             raise SettingsError(f"attack_strength = {self.strength}; it takes 0 (the usual) or more")
         if self.kind == "label-flip" and self.strength > 1:
-            raise SettingsError(
-                f"attack_strength = {self.strength} of label-flip is the share of rows; it is at most 1"
-            )
+            raise SettingsError(f"attack_strength = {self.strength} of label-flip is a fraction; it is at most 1")
 
     @property
     def effective_strength(self) -> float:
@@ -217,6 +213,18 @@ class RoundReplies:
     line: Mapping[str, float | None] = field(default_factory=dict)  # scores of all clients together, for the record
 
 
+class Engine(Protocol):
+    """Run the tasks of clients; it may leave out clients that do not answer, as long as enough of them do."""
+
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        """Measure every client with what it was sent; then train those that take part."""
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        """Adapt the clients after the rounds and measure them with the result."""
+
+    def close(self) -> None: ...
+
+
 def minibatch_order(world: World, id: str, number: int) -> Tensor:
     """Draw the minibatches of a round (steps, batch); the last of an epoch may be short."""
     rows = len(world.members[id].train)
@@ -300,12 +308,8 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
     """Return logits (samples, classes), computed in slices where samples are large."""
     width = int(np.prod(world.x.shape[1:]))
     size = max(1, PREDICTION_BYTES // (4 * width))
-    return torch.cat(
-        [
-            world.method.predict(world.frozen, sent, local, to_float32(world.read(part)))
-            for part in np.split(rows, range(size, len(rows), size))
-        ]
-    )
+    parts = (to_float32(world.read(part)) for part in np.split(rows, range(size, len(rows), size)))
+    return torch.cat([world.method.predict(world.frozen, sent, local, x) for x in parts])
 
 
 def evaluation_rows(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

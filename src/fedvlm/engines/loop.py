@@ -11,21 +11,10 @@ from fedvlm import seeds, tensors
 from fedvlm.channel.pipeline import DecodedUploads, ReceivedUploads, UploadReceiver, spent_epsilon
 from fedvlm.channel.verified import MIN_SUM_MEMBERS, check_state, class_limits, count_classes
 from fedvlm.core import Conditioned, Described, Tensors, schedule, upload_sum
+from fedvlm.engines import client
 from fedvlm.engines.aggregate import UploadSums, aggregate_uploads, can_sum_uploads, drop_refused
 from fedvlm.engines.attacks import apply_attack
 from fedvlm.engines.batched import Batched, run_parts
-from fedvlm.engines.client import (
-    ClientReply,
-    Local,
-    RemoteState,
-    RoundReplies,
-    Scores,
-    Task,
-    TrainingTerms,
-    World,
-    as_tensors,
-    local_names,
-)
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.engines.state import POOLED_CLIENT, Plan, State, keep_best, selects_round, update_local, with_client_count
 from fedvlm.errors import FederationError, SettingsError
@@ -46,21 +35,7 @@ class StatePoster(Protocol):
     def post_state(self, shared: Tensors) -> None: ...
 
 
-class Engine(Protocol):
-    """Runs the tasks of clients; it may leave out clients that do not answer, as long as enough of them do."""
-
-    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
-        """Measure every client with what it was sent; then train those that take part."""
-        ...
-
-    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
-        """Adapt the clients after the rounds and measure them with the result."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
+def open_engine(name: str, world: client.World, workers: int, rounds: int) -> client.Engine:
     """Open the engine of this name: sequential, flower or batched."""
     if name == "single":
         return Sequential(world)
@@ -71,7 +46,7 @@ def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
     return Batched(world, workers, rounds)
 
 
-def initial_state(terms: TrainingTerms) -> tuple[State, Tensors]:
+def initial_state(terms: client.TrainingTerms) -> tuple[State, Tensors]:
     """Return the state before the first round, and the local tensors of an unseen client."""
     shared, local = terms.method.init(terms.frozen)
     if duplicates := shared.keys() & local.keys():
@@ -79,7 +54,7 @@ def initial_state(terms: TrainingTerms) -> tuple[State, Tensors]:
     return State(0, tensors.copy(shared), {}), tensors.copy(local)
 
 
-def draw_participants(terms: TrainingTerms, plan: Plan, number: int) -> list[str]:
+def draw_participants(terms: client.TrainingTerms, plan: Plan, number: int) -> list[str]:
     """Draw at least one client by seed; all of them for a fraction of 1."""
     ids = sorted(plan.train)
     count = max(1, round(plan.fraction * len(ids)))
@@ -97,11 +72,11 @@ def ignore_sum(number: int, shared: Tensors, decoded: DecodedUploads) -> None:
 
 
 def run_rounds(
-    terms: TrainingTerms,
-    engine: Engine,
+    terms: client.TrainingTerms,
+    engine: client.Engine,
     plan: Plan,
     state: State,
-    initial_local: Local,
+    initial_local: client.Local,
     on_round: Callable[[State, dict[str, Any]], None],
     on_sum: OnSum = ignore_sum,
 ) -> State:
@@ -111,7 +86,7 @@ def run_rounds(
     uploads that were aggregated.
     """
     training = _Training(terms, engine, plan, initial_local, sum_limits(terms, plan))
-    receiver = UploadReceiver(terms.channel, terms.method, local_names(initial_local), terms.seed)
+    receiver = UploadReceiver(terms.channel, terms.method, client.local_names(initial_local), terms.seed)
     state = with_client_count(terms.method, plan, state)
     for _ in range(state.round, terms.method.rounds if plan.stop is None else plan.stop):
         start_time = perf_counter()
@@ -122,12 +97,12 @@ def run_rounds(
     return state
 
 
-def sum_limits(terms: TrainingTerms, plan: Plan) -> Tensors:
+def sum_limits(terms: client.TrainingTerms, plan: Plan) -> Tensors:
     """Sum the class counts of a verified sum's members first; return what their uploads may hold.
 
     Between machines the sites do this themselves.
     """
-    if not terms.channel.verified or not isinstance(terms, World):
+    if not terms.channel.verified or not isinstance(terms, client.World):
         return {}
     if len(plan.train) < MIN_SUM_MEMBERS:
         raise FederationError(
@@ -146,12 +121,14 @@ class Outcome:
 
     round: int
     shared: Tensors
-    local: Mapping[str, Local]  # of every training client
-    scores: Mapping[str, Scores]
+    local: Mapping[str, client.Local]  # of every training client
+    scores: Mapping[str, client.Scores]
     descriptions: Mapping[str, Mapping[str, float]]  # what the method says of each client's local tensors
 
 
-def finish_training(terms: TrainingTerms, engine: Engine, plan: Plan, state: State, initial_local: Local) -> Outcome:
+def finish_training(
+    terms: client.TrainingTerms, engine: client.Engine, plan: Plan, state: State, initial_local: client.Local
+) -> Outcome:
     """Select the round to report, adapt the clients and measure them."""
     training = _Training(terms, engine, plan, initial_local)
     if selects_round(terms.method, plan):
@@ -163,10 +140,10 @@ def finish_training(terms: TrainingTerms, engine: Engine, plan: Plan, state: Sta
 
 @dataclass
 class _RoundResult:
-    tasks: Sequence[Task]
-    replies: RoundReplies
+    tasks: Sequence[client.Task]
+    replies: client.RoundReplies
     decoded: DecodedUploads
-    local: Mapping[str, Local]  # local tensors before the round, or after it where they are stored already
+    local: Mapping[str, client.Local]  # local tensors before the round, or after it where they are stored already
     agreement: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -174,10 +151,10 @@ class _RoundResult:
 class _Training:
     """What the rounds of one training have in common."""
 
-    terms: TrainingTerms
-    engine: Engine
+    terms: client.TrainingTerms
+    engine: client.Engine
     plan: Plan
-    initial_local: Local
+    initial_local: client.Local
     limits: Tensors = field(default_factory=dict)  # on the uploads of a verified sum
 
     def run_round(self, state: State, receiver: UploadReceiver, on_sum: OnSum) -> tuple[State, dict[str, Any]]:
@@ -234,7 +211,11 @@ class _Training:
     def _is_large(self, state: State, ids: Sequence[str]) -> bool:
         """Tell whether the tensors of a round's clients are too large to be in memory at once."""
         initial_local = self.initial_local
-        if len(ids) <= CLIENTS_PER_PART or isinstance(initial_local, RemoteState) or not can_sum_uploads(self.terms):
+        if (
+            len(ids) <= CLIENTS_PER_PART
+            or isinstance(initial_local, client.RemoteState)
+            or not can_sum_uploads(self.terms)
+        ):
             return False
         bytes_per_client = tensors.count_bytes(state.shared) + 2 * tensors.count_bytes(initial_local)
         return bytes_per_client * len(ids) > LARGE_ROUND_BYTES
@@ -246,10 +227,10 @@ class _Training:
 
         Clients are compared with those of their part, which have similar numbers of samples: little is padded.
         """
-        sizes = self.terms.members if isinstance(self.terms, World) else {}
+        sizes = self.terms.members if isinstance(self.terms, client.World) else {}
         by_size = sorted(everyone, key=lambda id: -len(sizes[id].train)) if sizes else everyone
-        tasks: dict[str, Task] = {}
-        replies: dict[str, ClientReply] = {}
+        tasks: dict[str, client.Task] = {}
+        replies: dict[str, client.ClientReply] = {}
         agreement, total, local = UploadAgreement(state.shared), UploadSums(upload_sum(self.terms.method)), state.local
         parts = (
             self.make_tasks(state, by_size[first : first + CLIENTS_PER_PART], ids)
@@ -265,20 +246,20 @@ class _Training:
             del part_tasks, answered, decoded
             release_memory()  # otherwise small freed blocks add up
         in_order = [tasks[id] for id in everyone]
-        return _RoundResult(in_order, RoundReplies(replies), total.to_decoded(), local, agreement.result())
+        return _RoundResult(in_order, client.RoundReplies(replies), total.to_decoded(), local, agreement.result())
 
-    def make_tasks(self, state: State, ids: Iterable[str], train_ids: Collection[str]) -> list[Task]:
+    def make_tasks(self, state: State, ids: Iterable[str], train_ids: Collection[str]) -> list[client.Task]:
         """Return what each client is to do; only `train_ids` train."""
         best_local, train_ids = state.best_local or {}, set(train_ids)
         pooled = state.local.get(POOLED_CLIENT, self.initial_local)
         send = self.terms.method.send
         return [
-            Task(id, send(state.shared, id), state.local.get(id, pooled), id in train_ids, best_local.get(id))
+            client.Task(id, send(state.shared, id), state.local.get(id, pooled), id in train_ids, best_local.get(id))
             for id in ids
         ]
 
     def _decode(
-        self, receiver: UploadReceiver, state: State, tasks: Sequence[Task], answered: RoundReplies
+        self, receiver: UploadReceiver, state: State, tasks: Sequence[client.Task], answered: client.RoundReplies
     ) -> DecodedUploads:
         """Return the uploads of a round, or of a part of its clients, after the channel."""
         replies = {task.id: answered.replies[task.id] for task in tasks if task.trains and task.id in answered.replies}
@@ -295,7 +276,7 @@ class _Training:
         )
         return receiver.receive(received)
 
-    def evaluate(self, state: State) -> dict[str, Scores]:
+    def evaluate(self, state: State) -> dict[str, client.Scores]:
         """Return the scores that every client would have if this state were selected, after adaptation."""
         everyone, method = sorted({*self.plan.train, *self.plan.unseen}), self.terms.method
         if adapts(method):
@@ -312,8 +293,8 @@ class _Training:
             self.engine.post_state(state.shared)
         store = state.local if isinstance(state.local, ClientStateStore) else None
         size = len(everyone) if store is None else CLIENTS_PER_PART
-        scores: dict[str, Scores] = {}
-        local: dict[str, Local] = {}
+        scores: dict[str, client.Scores] = {}
+        local: dict[str, client.Local] = {}
         descriptions: dict[str, Mapping[str, float]] = {}
         untrained: Mapping[str, float] | None = None  # the description of all clients that never took part
         parts = (
@@ -338,7 +319,7 @@ class _Training:
         return Outcome(state.round, state.shared, local if store is None else store, scores, descriptions)
 
 
-def mean_scores(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
+def mean_scores(plan: Plan, scores: Mapping[str, client.Scores]) -> dict[str, float | None]:
     """Return what a curve shows: the scores of the state before this round's update, averaged over clients."""
     train = [id for id in plan.train if id in scores]
     losses = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
@@ -375,7 +356,7 @@ class UploadAgreement:
 
 
 def client_drift(
-    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, ClientReply]
+    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, client.ClientReply]
 ) -> dict[str, float]:
     """Return how far the clients' uploads differ; nothing if uploads are not new values of what is shared."""
     agreement = UploadAgreement(shared)
@@ -389,7 +370,7 @@ def client_drift(
         start, ends = tensors.flatten(shared), [tensors.flatten(entry) for entry in uploads]
         out["difference"] = largest_gradient_difference(start, ends, step_counts, method.lr)
         conditions = [
-            method.condition(as_tensors(entry.local))
+            method.condition(client.as_tensors(entry.local))
             if entry.description is None
             else entry.description.get("condition")
             for entry in done.values()
@@ -400,15 +381,15 @@ def client_drift(
     return out
 
 
-def client_line(task: Task, done: ClientReply, size: int) -> dict[str, float]:
+def client_line(task: client.Task, done: client.ClientReply, size: int) -> dict[str, float]:
     """Return a client's part of a round's line."""
     sent = tensors.count_bytes(task.sent) if task.trains else 0
     return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
-def describe_local(terms: TrainingTerms, shared: Tensors, done: ClientReply) -> Mapping[str, float]:
+def describe_local(terms: client.TrainingTerms, shared: Tensors, done: client.ClientReply) -> Mapping[str, float]:
     """Return what the method, or the client itself, says of the client's local tensors."""
     method, local = terms.method, done.local
-    if done.description is not None or not isinstance(method, Described) or isinstance(local, RemoteState):
+    if done.description is not None or not isinstance(method, Described) or isinstance(local, client.RemoteState):
         return done.description or {}
     return method.describe(terms.frozen, shared, local)

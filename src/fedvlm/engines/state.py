@@ -71,13 +71,7 @@ def keep_best(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
         score = mean_accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
     if score <= state.best:
         return state
-    return replace(
-        state,
-        best=score,
-        best_round=state.round,
-        best_shared=state.shared,
-        best_local=dict(state.local),
-    )
+    return replace(state, best=score, best_round=state.round, best_shared=state.shared, best_local=dict(state.local))
 
 
 def stores_on_disk(plan: Plan, initial_local: Local) -> bool:
@@ -98,14 +92,10 @@ def update_local(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mappin
 def pack_state(state: State) -> tuple[Tensors, dict[str, Any]]:
     """Return a state as flat tensors, and the names of clients and tensors beside them.
 
-    Of local tensors that are at their clients there are only versions, of those on a shelf only
-    their places, which from now on stay as they are.
+    Of local tensors at their clients there are only versions, of those on disk only their places, which now stay.
     """
     store = state.local if isinstance(state.local, ClientStateStore) else None
-    local = {
-        "local": {} if store is not None else state.local,
-        "best_local": state.best_local or {},
-    }
+    local = {"local": {} if store is not None else state.local, "best_local": state.best_local or {}}
     groups: dict[str, Mapping[str, Tensors]] = {
         "shared": {"": state.shared},
         "best_shared": {"": state.best_shared or {}},

@@ -19,7 +19,7 @@ from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
 from fedvlm.maths import networks
 from fedvlm.methods._heads import zero_shot_logits
 from fedvlm.methods._settings import AdamSettings
-from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks, update_sequentially
+from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks
 from fedvlm.parts import join_state, split_state
 from fedvlm.parts.training import adam_step
 
@@ -125,8 +125,6 @@ class FAACLIP(AdamSettings):
 
     def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         """Update many clients at once, as many as fit a core's cache; equal to `update` but for rounding."""
-        if self.adaptation and self.passes == "apart":
-            return update_sequentially(self, frozen, sent, local, clients)
         bytes_per_client = sum(v[0].numel() * v.element_size() for v in (*sent.values(), *local.values()))
         size = max(1, BYTES_PER_CHUNK // bytes_per_client)
         return update_in_chunks(partial(train_stacked, self, frozen), size, sent, local, clients)
@@ -188,7 +186,8 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
     x, real, size = batch.x, batch.real, batch.x.shape[1]
     mask_network = networks.StackedNetwork(LAYERS[method.mask], "mask", parameters)
     discriminator = networks.StackedNetwork(DISCRIMINATOR, "judge", parameters)
-    if method.adaptation:
+    is_joint = method.adaptation and method.passes == "joint"
+    if is_joint:
         real = torch.cat([real, real.new_ones(batch.reference.shape[:2])], 1)
         x = torch.cat([x, batch.reference], 1)
     norm_weights = networks.batch_norm_weights(real, x.dtype)
@@ -200,7 +199,11 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
     masked.div_(norm)
     grad = torch.zeros_like(masked)
     grad[:, :size] = contrastive_gradient(method, frozen, masked[:, :size], batch, sample_weights / 2)
-    if method.adaptation:
+    if method.adaptation and not is_joint:
+        grad.sub_(
+            separate_gradients(method, mask_network._replace(parameters=parameters | new), masked, batch, grads, new)
+        )
+    if is_joint:
         domain_logits, domain_saved, statistics = networks.forward(discriminator, masked, norm_weights)
         new |= statistics
         # the derivative of softplus(-logit) for the client's samples and of softplus(logit) for the reference's
@@ -215,6 +218,35 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
     grad = torch.ops.aten._softmax_backward_data(grad, mask, 2, mask.dtype)
     networks.backward(mask_network, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
     return new
+
+
+def separate_gradients(
+    method: FAACLIP, mask_network: networks.StackedNetwork, masked: Tensor, batch: Batch, grads: Tensors, new: Tensors
+) -> Tensor:
+    """Write the discriminator's gradients of separate passes, and both passes' new statistics into `new`.
+
+    Return the gradient of the client's loss in its masked features; the reference samples have none.
+    """
+    reference, parameters = batch.reference, mask_network.parameters
+    norm_weights = networks.batch_norm_weights(batch.real, masked.dtype)
+    all_weights = networks.batch_norm_weights(batch.real.new_ones(reference.shape[:2]), masked.dtype)
+    logits, _, statistics = networks.forward(mask_network, method.feature_norm * reference, all_weights)
+    new |= statistics
+    reference = normalize(softmax(logits, 2) * reference, dim=2, eps=MIN_NORM)
+    network = networks.StackedNetwork(DISCRIMINATOR, "judge", parameters)
+    logits, saved, statistics = networks.forward(network, masked, norm_weights)
+    after = network._replace(parameters=parameters | statistics)
+    reference_logits, reference_saved, reference_statistics = networks.forward(after, reference, all_weights)
+    new |= statistics | reference_statistics
+    weight = method.adaptation_weight / 2
+    error = torch.sigmoid(reference_logits).mul_(weight * all_weights.samples[..., None])
+    networks.backward(network, reference_saved, error, all_weights, grads, needs_input_gradient=False)
+    of_reference = {key: value.clone() for key, value in grads.items() if key.startswith("judge")}
+    error = torch.sigmoid(logits).sub_(1).mul_(weight * norm_weights.samples[..., None])
+    gradient = networks.backward(network, saved, error, norm_weights, grads)
+    for key, value in of_reference.items():
+        grads[key].add_(value)
+    return gradient
 
 
 def contrastive_gradient(

@@ -34,6 +34,7 @@ def cross_entropy(self: Any, frozen: Frozen, shared: Tensors, local: Tensors, ba
 
 
 def minibatch(client: Client, step: int) -> Batch:
+    """Return the minibatch of a step, with labels clamped and padding marked as not real."""
     rows = client.order[step]
     real = rows >= 0
     rows = rows.clamp(min=0)

@@ -99,7 +99,7 @@ def per_finding(method: Method) -> Method:
     if as_stacked(method) is None:
         del verbs["update_many"]
     members: dict[str, Any] = {name: verb for name, verb in verbs.items() if not name.startswith("__")}
-    members["__reduce__"] = lambda self: (per_finding, (self.single,))  # to worker processes
+    members["__reduce__"] = lambda self: (per_finding, (_single(self),))  # to worker processes
     kind = type(type(method).__name__, (type(method),), members)
     out: Method = object.__new__(kind)
     out.__dict__.update(vars(method))
@@ -117,8 +117,8 @@ class _Verbs:
 
     @property
     def traits(self) -> Traits:
-        traits: Traits = self.single.traits
-        return replace(traits, privacy=replace(traits.privacy, upload_sum=upload_sum(self.single)))
+        traits: Traits = _single(self).traits
+        return replace(traits, privacy=replace(traits.privacy, upload_sum=upload_sum(_single(self))))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         pairs = [_single(self).init(finding_frozen(frozen, finding)) for finding in range(len(frozen.classes))]

@@ -33,6 +33,7 @@ def sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 
 
 def sgd_step(self: Any) -> Stepper:
+    """Return a step of SGD with the momentum and weight decay of a method's settings."""
     settings = schedule(self)
 
     def step(value: Tensor, gradient: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
@@ -87,6 +88,7 @@ def split_state(local: Tensors) -> tuple[Tensors, States]:
 
 
 def join_state(states: States) -> Tensors:
+    """Return the optimiser's state of all tensors as one flat dict."""
     return {f"{STATE_PREFIX}{name} {key}": v for key, state in states.items() for name, v in state.items()}
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedvlm.classifier.personalised import client_classifier
-from fedvlm.core import make
+from fedvlm.core import MIN_CLASS_CLIENTS, make
 from fedvlm.data.table import Dataset, EmbeddedTable, count_classes
 from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError, FedVLMError
@@ -29,6 +29,7 @@ from fedvlm.storage.files import write_file
 
 MAX_IMAGES_PER_SITE = 500  # whose size and intensity are measured
 FAR_RATIO = 3  # times the distance by chance, from which a site is called different
+VERDICTS = {1.0: "likely", -1.0: "unlikely", 0.0: "unclear"}  # whether federating helps
 SPLIT_NAMES = ("train", "validation", "calibration", "test")
 
 
@@ -172,18 +173,19 @@ def federation_gains(prepared: Prepared) -> dict[str, dict[str, Any]]:
                 client_classifier(record, id).logits(rows.x[index]).argmax(1).numpy() == rows.labels[client.validation]
                 for record in records
             ]
-            difference = correct[0].astype(np.float64) - correct[1]
-            mean, half_width = float(difference.mean()), Z_95 * float(difference.std()) / len(index) ** 0.5
-            verdict = "likely" if mean - half_width > 0 else "unlikely" if mean + half_width < 0 else "unclear"
-            out[id] = {
-                "samples": len(index),
-                "federated": float(correct[0].mean()),
-                "alone": float(correct[1].mean()),
-                "difference": mean,
-                "half_width": half_width,
-                "helps": verdict,
-            }
+            gain = compare_correct(*correct)
+            out[id] = gain | {"helps": VERDICTS[gain["helps"]]}
     return out
+
+
+def compare_correct(federated: NDArray[np.bool_], alone: NDArray[np.bool_]) -> dict[str, float]:
+    """Compare which samples two classifiers predict correctly, with the half width of a 95 % interval."""
+    difference = federated.astype(np.float64) - alone
+    n = len(difference)
+    mean, half_width = float(difference.mean()), Z_95 * float(difference.std()) / n**0.5
+    verdict = 1.0 if mean - half_width > 0 else -1.0 if mean + half_width < 0 else 0.0
+    gain = {"samples": n, "federated": float(federated.mean()), "alone": float(alone.mean()), "helps": verdict}
+    return {**gain, "difference": mean, "half_width": half_width}
 
 
 def measure_images(
@@ -209,7 +211,8 @@ def measure_images(
             width, height = np.median(np.array(sizes), axis=0).astype(int).tolist()
             out[id] = {
                 "measured": len(sizes),
-                "size": f"{width} x {height}",
+                "width": width,
+                "height": height,
                 "n_sizes": len(set(sizes)),
                 "mean": float(np.mean(means)),
                 "contrast": float(np.mean(stds)),
@@ -217,9 +220,35 @@ def measure_images(
     return out
 
 
+def report_of_sites(described: Mapping[str, Any], encoder: str, classes: list[str]) -> DataReport:
+    """Return the report of deployed sites: sums over all, and of each site the numbers that it tells."""
+    reports = []
+    for name, numbers in described["sites"].items():
+        facts = {key: int(value) if value == int(value) else value for key, value in numbers.items()}
+        counts, gain = [facts.get(f"count {place}") for place in range(len(classes))], None
+        if "federated" in facts:
+            gain = {"samples": None, "difference": None, **facts, "helps": VERDICTS[facts["helps"]]}
+        distances = Distances(*(facts[key] for key in Distances._fields)) if "embeddings" in facts else None
+        images = {"measured": None, **facts} if "n_sizes" in facts else None
+        known = [count for count in counts if count is not None]
+        total = sum(known) if len(known) == len(classes) else None
+        groups, duplicates = facts.get("groups"), facts.get("duplicates")
+        has_groups = groups is not None
+        reports.append(
+            SiteReport(name, total, counts if known else [], has_groups, groups, duplicates, distances, images, gain)
+        )
+    min_count = int(max([numbers.get("min_count", 1) for numbers in described["sites"].values()]))
+    sums = zip(described["counts"], described["members"], strict=True)
+    total_counts = [count if members >= MIN_CLASS_CLIENTS else None for count, members in sums]
+    note = f"The sums are of training samples, of classes that at least {MIN_CLASS_CLIENTS} sites contribute to."
+    return DataReport(f"{len(reports)} sites", encoder, classes, min_count, total_counts, reports, [note])
+
+
 def write_report(report: DataReport, path: Path) -> Path:
     """Write the report as one HTML page that works without a network."""
-    html = open_template("data_report.html").render(**page_shell(), report=report, facts=headline(report))
+    html = open_template("data_report.html").render(
+        **page_shell(), report=report, facts=headline(report), verdicts=VERDICTS
+    )
     write_file(path, html.encode())
     return path
 

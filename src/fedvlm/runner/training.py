@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.core import HeadProvider, Tempered, Tensors
-from fedvlm.engines.client import Local, RemoteState, TrainingTerms, World, as_tensors, predict
-from fedvlm.engines.loop import Engine, Outcome, finish_training, ignore_sum, initial_state, open_engine, run_rounds
+from fedvlm.engines.client import Engine, Local, RemoteState, TrainingTerms, World, as_tensors, predict
+from fedvlm.engines.loop import Outcome, finish_training, ignore_sum, initial_state, open_engine, run_rounds
 from fedvlm.engines.sequential import one_thread
 from fedvlm.engines.state import Plan, State, pack_state, stores_on_disk, unpack_state, update_local
 from fedvlm.evaluate.metrics import Results

@@ -21,8 +21,8 @@ import torch
 
 from fedvlm.channel.pipeline import SPENT_KEY
 from fedvlm.core import Method, Noisy, Tensors, tunable_settings
-from fedvlm.engines.client import Local, Scores, TrainingTerms
-from fedvlm.engines.loop import Engine, finish_training, initial_state, open_engine, run_rounds
+from fedvlm.engines.client import Engine, Local, Scores, TrainingTerms
+from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State, pack_state, unpack_state
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import mean_accuracy

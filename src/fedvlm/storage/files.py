@@ -291,12 +291,8 @@ def decode_json(data: bytes, indent: int | None = 1) -> Any:
         raise DamagedError(str(error)) from error
     if not isinstance(value, dict):
         return value
-    recorded_checksum = value.pop(CHECKSUM_KEY, None)
-    if (
-        CHECKSUM_TAIL.search(data)
-        if recorded_checksum is None
-        else not _matches_checksum(data, str(recorded_checksum), not value, indent)
-    ):
+    seal = value.pop(CHECKSUM_KEY, None)
+    if CHECKSUM_TAIL.search(data) if seal is None else not _matches_checksum(data, str(seal), not value, indent):
         raise DamagedError("its checksum does not match")
     return value
 

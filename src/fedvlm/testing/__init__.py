@@ -114,12 +114,9 @@ def check_padding(world: World) -> None:
     wide = pad_clients([client, make_client(world, "client-2", 0)])
     padded = Client(*(getattr(wide, field.name)[0] for field in fields(client)))
     filled = replace(padded, x=fill_padding(padded.x, padded.y < 0), val_x=fill_padding(padded.val_x, padded.val_y < 0))
-    shifted = replace(
-        client,
-        x=torch.cat([torch.full_like(client.x[:1], 7.0), client.x]),
-        y=torch.cat([torch.full_like(client.y[:1], -1), client.y]),
-        order=torch.where(client.order >= 0, client.order + 1, -1),
-    )
+    x = torch.cat([torch.full_like(client.x[:1], 7.0), client.x])
+    y = torch.cat([torch.full_like(client.y[:1], -1), client.y])
+    shifted = replace(client, x=x, y=y, order=torch.where(client.order >= 0, client.order + 1, -1))
     sent = method.send(shared, "client-1")
     expected = method.update(frozen, sent, local, client)
     for variant in (padded, filled, shifted):

@@ -71,11 +71,7 @@ def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int =
 
 
 def make_test_client(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    order: torch.Tensor,
-    held_x: torch.Tensor,
-    held_y: torch.Tensor,
+    x: torch.Tensor, y: torch.Tensor, order: torch.Tensor, held_x: torch.Tensor, held_y: torch.Tensor
 ) -> Client:
     """Make a client, or several with a leading axis, of samples alone.
 

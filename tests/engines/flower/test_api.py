@@ -32,6 +32,8 @@ def touched(path: Path) -> set[str]:
 @pytest.mark.parametrize(("module", "name"), sorted(LISTED), ids=lambda value_id: value_id)
 def test_this_version_of_flower_has(module, name):
     api.import_flower()
+    if module == "flwr.proto":
+        import_module(f"{module}.{name}")  # a module of its own, which the package does not import
     attrgetter(name)(import_module(module))
 
 

@@ -14,9 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
 from fedvlm.deploy.identity.certificates import SITES_FOLDER as CERTIFICATES
 from fedvlm.deploy.identity.certificates import SiteCertificate, admitted_sites, current_certificate, record_contact
-from fedvlm.deploy.identity.keys import Signer, load_public_key
+from fedvlm.deploy.identity.keys import SIGNATURE_SCHEME, Signer, load_public_key
 from fedvlm.errors import FedVLMError
 
 PULL_PATH = "/v1/fleet/pull-messages"
@@ -72,15 +75,11 @@ class SiteKeys:
 
     def __call__(self, scope: Scope) -> bool:
         """Return whether the holder of a known key made this call; Flower checks its age."""
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.asymmetric import ec
-
         self.refresh(scope)
         try:
             key, certificate = self.certificates[b64decode(single_header(scope, "flwr-public-key"), validate=True)]
             signature = b64decode(single_header(scope, "flwr-signature"), validate=True)
-            key.verify(signature, single_header(scope, "flwr-timestamp"), ec.ECDSA(hashes.SHA256()))
+            key.verify(signature, single_header(scope, "flwr-timestamp"), SIGNATURE_SCHEME)
         except (InvalidSignature, KeyError, ValueError):
             return False
         if not certificate.invalid_reason:
@@ -89,8 +88,6 @@ class SiteKeys:
 
     def refresh(self, scope: Scope) -> None:
         """Read the folder again if a file was added, removed or replaced."""
-        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
         snapshot = _folder_snapshot(self.folder / CERTIFICATES)
         if snapshot == self.snapshot:
             return

@@ -13,8 +13,11 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
+import httpx
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
 from fedvlm.deploy.flower.network import Unreachable, check_server, clock_skew, describe_skew, make_http_client
-from fedvlm.deploy.identity.keys import Signer
+from fedvlm.deploy.identity.keys import SIGNATURE_SCHEME, Signer
 from fedvlm.engines.flower import import_flower
 from fedvlm.engines.flower.messages import Message, from_records, read_context_state, to_records
 from fedvlm.errors import FederationError
@@ -53,8 +56,6 @@ class FleetClient:
 
     def __init__(self, address: str, folder: Path, stop: Event) -> None:
         import_flower()
-        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
         self.address, self.stop, self.node_file, self.ca = address, stop, folder / ".node", folder / "ca.crt"
         self.key: Any = Signer(folder / "key").key
         self.public_key: bytes = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -64,8 +65,6 @@ class FleetClient:
 
     def call(self, route: str, request: Any, tries: float = float("inf")) -> bytes:
         """Return the answer's bytes; broken connections and a server in trouble are tried again until it is stopped."""
-        import httpx
-
         content, delay = request.SerializeToString(), 0.1
         while True:
             tries -= 1
@@ -98,11 +97,8 @@ class FleetClient:
 
     def _headers(self) -> dict[str, str]:
         """Return the headers of a call, with a signature of the time: Flower's proof of a node's key."""
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.asymmetric import ec
-
         time = datetime.now(UTC).isoformat()
-        signature = self.key.sign(time.encode(), ec.ECDSA(hashes.SHA256()))
+        signature = self.key.sign(time.encode(), SIGNATURE_SCHEME)
         return {
             "content-type": "application/protobuf",
             "accept": "application/protobuf",
@@ -192,13 +188,8 @@ class FleetClient:
         )
         pushed = fleet_pb2.PushMessagesResponse.FromString(self.call("push-messages", request))
         for id in pushed.objects_to_push:
-            part = message_pb2.PushObjectRequest(
-                node=self.node,
-                run_id=reply.metadata.run_id,
-                object_id=id,
-                object_content=parts[id],
-                session_id=pushed.session_id,
-            )
+            about = {"node": self.node, "run_id": reply.metadata.run_id, "session_id": pushed.session_id}
+            part = message_pb2.PushObjectRequest(object_id=id, object_content=parts[id], **about)
             self.call("push-object", part)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
+import httpx
+from cryptography import x509
+
 from fedvlm.deploy.identity.keys import ROOT_NAME
 from fedvlm.errors import FederationError, SettingsError
 
@@ -78,8 +81,6 @@ def make_http_client(address: str, ca: Path) -> Any:
 
     Through a proxy it makes a tunnel; headers and bodies are inside its TLS, so a proxy sees the address alone.
     """
-    import httpx
-
     proxy = find_proxy(address) or None  # nothing else of the environment counts, such as a password in .netrc
     return httpx.Client(verify=tls_context(ca), timeout=CALL_TIMEOUT_SECONDS, trust_env=False, proxy=proxy)
 
@@ -160,8 +161,6 @@ def _describe_certificate_error(address: str, proxy: str, problem: str) -> str:
 
 def find_issuer(address: str, proxy: str) -> str:
     """Return who signed the certificate that is shown there; nothing is sent."""
-    from cryptography import x509
-
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError, ValueError), closing(open_connection(address, context, proxy)) as connection:

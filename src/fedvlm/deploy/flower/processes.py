@@ -88,10 +88,8 @@ class Process:
 def start_superlink(kit: ServerKit) -> Process:
     """Start the server's SuperLink and wait until it answers; sites can connect from then on."""
     host, port = listen_address(kit)
-    command = [
-        *(sys.executable, "-m", "fedvlm.deploy.flower.server", "superlink", str(kit.folder.resolve())),
-        *(host, str(port)),
-    ]
+    program = [sys.executable, "-m", "fedvlm.deploy.flower.server"]
+    command = [*program, "superlink", str(kit.folder.resolve()), host, str(port)]
     _check_port_free(host, port)
     env = flower_environment(kit.folder / "flwr")
     link = Process("superlink", command, kit.folder / "superlink.log", env)

@@ -46,12 +46,8 @@ def create_superlink(folder: Path) -> Any:
 
 def guard_superlink(app: Any, folder: Path, new_messages: NewMessages) -> Any:
     """Put the app behind the access control of this folder."""
-    app.add_middleware(
-        AccessMiddleware,
-        is_signed=SiteKeys(folder, register_node, deactivate_node),
-        new_messages=new_messages,
-        log_refusal=RefusalLog(folder),
-    )
+    keys, refusals = SiteKeys(folder, register_node, deactivate_node), RefusalLog(folder)
+    app.add_middleware(AccessMiddleware, is_signed=keys, new_messages=new_messages, log_refusal=refusals)
     return app
 
 

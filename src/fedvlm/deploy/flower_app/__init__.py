@@ -271,11 +271,8 @@ class AppRun:
             raise FederationError("two nodes are the same client; give each its own client or partition-id")
         names, first = list(openings), ordered[0][1].header
         for name, (_, reply) in openings.items():
-            different = [
-                key
-                for key in (*FACTS, "local", "clients")
-                if _comparable(key, reply) != _comparable(key, ordered[0][1])
-            ]
+            keys, base = (*FACTS, "local", "clients"), ordered[0][1]
+            different = [key for key in keys if _comparable(key, reply) != _comparable(key, base)]
             if different:
                 raise FederationError(
                     f"clients {names[0]} and {name} do not have the same {different[0]}; all need the same encoder, "

@@ -105,15 +105,10 @@ def read_document(path: Path, kind: str, names: tuple[str, ...]) -> dict[str, st
         raise DataError(f"{path} cannot be read ({error.strerror}); name the {kind}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, or not a {kind}; ask for it again") from error
-    expected = {"kind", *names}
-    if (
-        not isinstance(words, dict)
-        or words.keys() != expected
-        or words["kind"] != kind
-        or not all(isinstance(field_value, str) for field_value in words.values())
-    ):
+    is_valid = isinstance(words, dict) and words.keys() == {"kind", *names} and words["kind"] == kind
+    if not is_valid or not all(isinstance(value, str) for value in words.values()):
         raise DataError(f"{path} is not a valid {kind} of this version of fedvlm; ask for a new one")
-    return words
+    return dict(words)
 
 
 def write_document(path: Path, kind: str, words: Mapping[str, str]) -> None:
@@ -134,12 +129,9 @@ def issue_certificate(
         "valid_until": (now + timedelta(days=days)).isoformat(timespec="seconds"),
         **{"ca": ca.decode(), "server": sign.public.decode()},
     }
-    write_certificate(certificate_path(server, site), sign(Message({**words, "kind": "certificate"})).header)
+    header = sign(Message({**words, "kind": "certificate"})).header
+    write_document(certificate_path(server, site), "certificate", header)
     return SiteCertificate(**words)
-
-
-def write_certificate(path: Path, words: Mapping[str, str]) -> None:
-    write_document(path, "certificate", words)
 
 
 def certificate_path(server: Path, site: str) -> Path:

@@ -11,8 +11,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from fedvlm.deploy.flower.network import split_address
-from fedvlm.deploy.identity.certificates import CERTIFICATE_FIELDS as FIELDS
+from fedvlm.deploy.identity import keys
 from fedvlm.deploy.identity.certificates import (
+    CERTIFICATE_FIELDS,
     CERTIFICATE_FILE,
     ENDED_FOLDER,
     EXPIRY_WARNING_DAYS,
@@ -27,14 +28,6 @@ from fedvlm.deploy.identity.certificates import (
     read_certificate,
     read_document,
     write_document,
-)
-from fedvlm.deploy.identity.keys import (
-    Signer,
-    Verifier,
-    certificate_expiry,
-    create_key_pair,
-    create_server_certificate,
-    load_public_key,
 )
 from fedvlm.deploy.kits import INVITATION_FILE, ServerKit, check_name, fill_site_folder, read_server, write_secret
 from fedvlm.deploy.operations.security_log import log_security
@@ -84,11 +77,11 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
     else:
         federation, site, old = *_join_target(folder, invitation, site), None
     make_private_folder(folder)
-    hidden, public = create_key_pair()
+    hidden, public = keys.create_key_pair()
     words = {"federation": federation, "site": site, "key": public.decode()}
     endorsed = old(Message(words)).header["signature"] if old else ""
     write_secret(folder / NEXT_KEY_FILE, hidden)
-    sign = Signer(folder / NEXT_KEY_FILE, REQUEST_PREFIX)
+    sign = keys.Signer(folder / NEXT_KEY_FILE, REQUEST_PREFIX)
     write_document(path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).header)
     return JoinRequest(path, federation, site, public.decode(), endorsed)
 
@@ -104,7 +97,7 @@ def _join_target(folder: Path, invitation: Path | None, site: str | None) -> tup
     return federation_id(words["server"].encode(), words["ca"].encode()), site
 
 
-def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str, Signer | None]:
+def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str, keys.Signer | None]:
     certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
     if invitation is not None or site not in (None, certificate.site):
         raise SettingsError(
@@ -112,19 +105,16 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
             f"folder, for a new key say fedvlm deploy renew {folder}"
         )
     # An old key that has expired endorses nothing: the server's people compare the fingerprint again.
-    return (
-        certificate.federation,
-        certificate.site,
-        None if certificate.invalid_reason else Signer(folder / "key", RENEWAL_PREFIX),
-    )
+    old = None if certificate.invalid_reason else keys.Signer(folder / "key", RENEWAL_PREFIX)
+    return certificate.federation, certificate.site, old
 
 
 def read_signed_request(path: Path) -> JoinRequest:
     """Read a request and check that its own key signed it."""
     words = read_document(path, "request", (*REQUEST_FIELDS, "checksum", "signature"))
     try:
-        load_public_key(words["key"].encode())
-        Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
+        keys.load_public_key(words["key"].encode())
+        keys.Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
     except (FederationError, ValueError) as error:
         raise DataError(
             f"{path} is not signed by the key that it names, so it was changed or damaged on its way; have the site "
@@ -144,7 +134,7 @@ def read_request(kit: ServerKit, path: Path) -> JoinRequest:
 
 def _read_request(kit: ServerKit, path: Path) -> JoinRequest:
     request, server = read_signed_request(path), kit.folder
-    sign = Signer(server / "signing.key")
+    sign = keys.Signer(server / "signing.key")
     if request.federation != federation_id(sign.public, (server / "ca.crt").read_bytes()):
         raise FederationError(
             f"{path} is for another federation; have {request.site!r} make its request with {server / INVITATION_FILE}"
@@ -169,12 +159,8 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
             )
         if name.casefold() != request.site.casefold():
             continue
-        if (
-            certificate
-            and name == request.site
-            and not certificate.invalid_reason
-            and _is_endorsed(request, certificate)
-        ):
+        is_valid = certificate and name == request.site and not certificate.invalid_reason
+        if certificate and is_valid and _is_endorsed(request, certificate):
             return f"{name} renews its key; the old one is revoked"
         raise FederationError(
             f"the name {name} is taken by another key, which did not sign this request; if {name} itself has lost its "
@@ -189,7 +175,7 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
 def _is_endorsed(request: JoinRequest, certificate: SiteCertificate) -> bool:
     words = {"federation": request.federation, "site": request.site, "key": request.key}
     try:
-        check = Verifier(certificate.key.encode(), RENEWAL_PREFIX)
+        check = keys.Verifier(certificate.key.encode(), RENEWAL_PREFIX)
         check(Message({**words, "signature": request.renewal}), certificate.site)
     except FederationError:
         return False
@@ -225,11 +211,8 @@ def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:
 def _archive_certificate(kit: ServerKit, site: str) -> None:
     """Archive a site's certificate, so that its key is never admitted again."""
     if certificate := find_certificate(kit.folder, site):
-        write_file(
-            kit.folder / ENDED_FOLDER / _archive_name(certificate.key),
-            certificate_path(kit.folder, site).read_bytes(),
-            0o600,
-        )
+        data = certificate_path(kit.folder, site).read_bytes()
+        write_file(kit.folder / ENDED_FOLDER / _archive_name(certificate.key), data, 0o600)
 
 
 def _archive_name(key: str) -> str:
@@ -238,7 +221,7 @@ def _archive_name(key: str) -> str:
 
 def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
     """Put the certificate that the server signed into the site's folder, beside its key."""
-    server = read_document(file, "certificate", (*FIELDS, "checksum", "signature"))["server"]
+    server = read_document(file, "certificate", (*CERTIFICATE_FIELDS, "checksum", "signature"))["server"]
     certificate = read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
@@ -246,7 +229,7 @@ def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
             "certificate"
         )
     for name in (NEXT_KEY_FILE, "key"):
-        if (folder / name).exists() and Signer(folder / name).public == certificate.key.encode():
+        if (folder / name).exists() and keys.Signer(folder / name).public == certificate.key.encode():
             break
     else:
         raise FederationError(
@@ -276,7 +259,7 @@ def renew_server_certificate(kit: ServerKit) -> int:
     path = kit.folder / "ca.key"
     if not path.exists():
         raise SettingsError(f"there is no {path}, which an older fedvlm did not keep; make new kits")
-    papers = create_server_certificate(split_address(kit.address)[0], path.read_bytes())
+    papers = keys.create_server_certificate(split_address(kit.address)[0], path.read_bytes())
     for name, data in papers.items():
         write_file(kit.folder / name, data, 0o600)
     return server_days_left(kit.folder)
@@ -284,7 +267,7 @@ def renew_server_certificate(kit: ServerKit) -> int:
 
 def server_days_left(folder: Path) -> int:
     """Return the whole days until the server's TLS certificate or its root expires."""
-    until = min(certificate_expiry(folder / name) for name in ("server.pem", "ca.crt"))
+    until = min(keys.certificate_expiry(folder / name) for name in ("server.pem", "ca.crt"))
     return (until - datetime.now(UTC)).days
 
 
@@ -293,13 +276,12 @@ def describe_server_expiry(kit: ServerKit) -> list[str]:
     lines = [f"its certificate {describe_validity(server_days_left(kit.folder), kit.folder)}"]
     for name in kit.sites:
         certificate = find_certificate(kit.folder, name)
-        if certificate is None or certificate.days_left < EXPIRY_WARNING_DAYS:
-            status = (
-                "is damaged"
-                if certificate is None
-                else certificate.invalid_reason or f"has {certificate.days_left} days left"
+        if certificate is None:
+            lines.append(f"{name}: its certificate is damaged")
+        elif certificate.days_left < EXPIRY_WARNING_DAYS:
+            lines.append(
+                f"{name}: {certificate.invalid_reason or f'its certificate has {certificate.days_left} days left'}"
             )
-            lines.append(f"{name}: its certificate {status.removeprefix('its certificate ')}")
     return lines
 
 
@@ -325,7 +307,7 @@ def certificate_statuses(folder: Path) -> list[CertificateStatus]:
         word, days = (certificate.fingerprint, certificate.days_left) if certificate else ("", None)
         lines.append(CertificateStatus(name, word, days, remark))
     for path in sorted((folder / ENDED_FOLDER).glob("*.json")):
-        revoked = read_certificate(path, Signer(folder / "signing.key").public)
+        revoked = read_certificate(path, keys.Signer(folder / "signing.key").public)
         lines.append(CertificateStatus(revoked.site, revoked.fingerprint, None, "revoked or replaced"))
     return lines
 
@@ -337,12 +319,8 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
         remark = f"requested; send {request.path} to the server"
         lines.append(CertificateStatus(request.site, request.fingerprint, None, remark))
     if (folder / CERTIFICATE_FILE).exists():
-        certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
-        lines.append(
-            CertificateStatus(
-                certificate.site, certificate.fingerprint, certificate.days_left, certificate.invalid_reason
-            )
-        )
+        own = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+        lines.append(CertificateStatus(own.site, own.fingerprint, own.days_left, own.invalid_reason))
     if not lines:
         raise SettingsError(
             f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"

@@ -13,6 +13,12 @@ from getpass import getpass
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
 from fedvlm.engines.flower.messages import Message, checksum
 from fedvlm.errors import FederationError, SettingsError
 
@@ -20,31 +26,19 @@ CERTIFICATE_DAYS = 365  # a certificate lasts
 ROOT_CERTIFICATE_DAYS = 3650  # and the root that the server's are made by: sites need no new one meanwhile
 ROOT_NAME = "fedvlm federation"
 MESSAGE_PREFIX = b"fedvlm parcel\n"  # so that no other signature of the same key fits
+SIGNATURE_SCHEME = ec.ECDSA(hashes.SHA256())
+PEM = serialization.Encoding.PEM
 PASSPHRASE_VARIABLE = "FEDVLM_KEY_PASSPHRASE_FILE"  # names a file with the passphrase of all key files
-
-
-def _require_cryptography() -> Any:
-    try:
-        import cryptography
-    except ImportError as error:
-        raise SettingsError("certificates need the package cryptography; pip install 'fedvlm[flower]'") from error
-    return cryptography
 
 
 def create_certificates(host: str, start: datetime | None = None, days: int = CERTIFICATE_DAYS) -> dict[str, bytes]:
     """Create a root certificate with its key, and the server's certificate signed by it."""
-    _require_cryptography()
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    start = start or _backdated_now()
     root = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     identifier = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
     ca = _certificate_builder(ROOT_NAME, root.public_key(), start, ROOT_CERTIFICATE_DAYS, authority=True)
     ca = ca.add_extension(usage, critical=True).add_extension(identifier, critical=False)
-    papers = {"ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()), "ca.key": _private_pem(root)}
+    papers = {"ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(PEM), "ca.key": _private_pem(root)}
     return papers | create_server_certificate(host, papers["ca.key"], start, days)
 
 
@@ -52,31 +46,21 @@ def create_server_certificate(
     host: str, ca_key: bytes, start: datetime | None = None, days: int = CERTIFICATE_DAYS
 ) -> dict[str, bytes]:
     """Create a key and a certificate for the server, signed by the root that its sites know."""
-    _require_cryptography()
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     root = load_private_key(ca_key, "ca.key")
     server_key = ec.generate_private_key(ec.SECP256R1())
     loopback_names = {"localhost", "127.0.0.1", "::1"}  # the server's own processes reach it there
     names = x509.SubjectAlternativeName([_alternative_name(name) for name in sorted({host, *loopback_names})])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
-    paper = _certificate_builder(host, server_key.public_key(), start or _backdated_now(), days, authority=False)
+    paper = _certificate_builder(host, server_key.public_key(), start, days, authority=False)
     paper = paper.add_extension(names, critical=False).add_extension(issuer, critical=False)
-    return {
-        "server.pem": paper.sign(root, hashes.SHA256()).public_bytes(_pem()),
-        "server.key": _private_pem(server_key),
-    }
+    return {"server.pem": paper.sign(root, hashes.SHA256()).public_bytes(PEM), "server.key": _private_pem(server_key)}
 
 
-def _certificate_builder(word: str, key: Any, start: datetime, days: int, authority: bool) -> Any:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
+def _certificate_builder(word: str, key: Any, start: datetime | None, days: int, authority: bool) -> Any:
     def named(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
+    start = start or datetime.now(UTC) - timedelta(hours=1)  # for slow clocks
     builder = x509.CertificateBuilder().subject_name(named(word)).issuer_name(named(ROOT_NAME))
     builder = builder.public_key(key).serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(start).not_valid_after(start + timedelta(days=days))
@@ -84,24 +68,11 @@ def _certificate_builder(word: str, key: Any, start: datetime, days: int, author
     return builder.add_extension(x509.BasicConstraints(authority, length), critical=True)
 
 
-def _backdated_now() -> datetime:
-    """Return a time a little ago, for slow clocks."""
-    return datetime.now(UTC) - timedelta(hours=1)
-
-
-def _pem() -> Any:
-    from cryptography.hazmat.primitives import serialization
-
-    return serialization.Encoding.PEM
-
-
 def _private_pem(key: Any) -> bytes:
-    from cryptography.hazmat.primitives import serialization
-
     encryption: Any = serialization.NoEncryption()
     if PASSPHRASE_VARIABLE in os.environ:
         encryption = serialization.BestAvailableEncryption(read_passphrase("the new key"))
-    return bytes(key.private_bytes(_pem(), serialization.PrivateFormat.PKCS8, encryption))
+    return bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, encryption))
 
 
 def read_passphrase(name: object) -> bytes:
@@ -123,11 +94,8 @@ def read_passphrase(name: object) -> bytes:
 
 def load_private_key(data: bytes, name: object) -> Any:
     """Load a private key, in OpenSSH's format or PKCS8; ask for its passphrase if it has one."""
-    _require_cryptography()
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
-
-    load: Any = load_ssh_private_key if b"OPENSSH PRIVATE KEY" in data else load_pem_private_key
+    is_openssh = b"OPENSSH PRIVATE KEY" in data
+    load: Any = serialization.load_ssh_private_key if is_openssh else serialization.load_pem_private_key
     try:
         try:
             return load(data, None)
@@ -146,18 +114,13 @@ def load_private_key(data: bytes, name: object) -> Any:
 
 def certificate_expiry(path: Path) -> datetime:
     """Return when a TLS certificate expires."""
-    _require_cryptography()
-    from cryptography.x509 import load_pem_x509_certificate
-
     try:
-        return load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path} is not a certificate ({error}); restore the folder") from error
 
 
 def _alternative_name(host: str) -> Any:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -166,35 +129,22 @@ def _alternative_name(host: str) -> Any:
 
 def create_key_pair() -> tuple[bytes, bytes]:
     """Create an elliptic-curve key pair as Flower's node authentication needs it: private and public part."""
-    _require_cryptography()
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key = ec.generate_private_key(ec.SECP384R1())
     if PASSPHRASE_VARIABLE in os.environ:
         return _private_pem(key), _openssh(key.public_key())
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-    )
+    private = key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
     return private, _openssh(key.public_key())
 
 
 def _openssh(key: Any) -> bytes:
-    from cryptography.hazmat.primitives import serialization
-
     form = serialization.PublicFormat.OpenSSH
     return bytes(key.public_bytes(serialization.Encoding.OpenSSH, form))
 
 
 def load_public_key(data: bytes) -> Any:
     """Load a public key of the kind that `create_key_pair` makes; raise ValueError for any other."""
-    _require_cryptography()
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
     try:
-        key = load_ssh_public_key(data)
+        key = serialization.load_ssh_public_key(data)
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp384r1":
@@ -222,11 +172,8 @@ class Signer:
 
     def __call__(self, message: Message) -> Message:
         """Return the message with a checksum and a signature over it."""
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.asymmetric import ec
-
         digest = checksum(message)
-        signature = self.key.sign(self.prefix + digest.encode(), ec.ECDSA(hashes.SHA256()))
+        signature = self.key.sign(self.prefix + digest.encode(), SIGNATURE_SCHEME)
         words = {"checksum": digest, "signature": b64encode(signature).decode()}
         return Message({**message.header, **words}, message.arrays)
 
@@ -245,14 +192,10 @@ class Verifier:
             ) from error
 
     def __call__(self, message: Message, signer: str) -> None:
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.asymmetric import ec
-
         try:
             signature = b64decode(str(message.header.get("signature", "")), validate=True)
             signed = self.prefix + checksum(message).encode()
-            self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
+            self.key.verify(signature, signed, SIGNATURE_SCHEME)
         except (InvalidSignature, ValueError) as error:
             raise FederationError(
                 f"the message is not signed by {signer} of this federation; do both folders come from the same `fedvlm "
@@ -262,20 +205,13 @@ class Verifier:
 
 def sign_bytes(signer: Signer, data: bytes) -> bytes:
     """Sign bytes that name their purpose at their beginning."""
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    return bytes(signer.key.sign(data, ec.ECDSA(hashes.SHA256())))
+    return bytes(signer.key.sign(data, SIGNATURE_SCHEME))
 
 
 def verify_bytes(public_key: bytes, data: bytes, signature: bytes) -> bool:
     """Tell whether the holder of a public key signed these bytes."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     try:
-        load_public_key(public_key).verify(signature, data, ec.ECDSA(hashes.SHA256()))
+        load_public_key(public_key).verify(signature, data, SIGNATURE_SCHEME)
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -82,24 +82,20 @@ def live_view(folder: Path) -> dict[str, Any]:
 def server_card(state: State) -> Card:
     connected = sum(site["connected"] for site in state["sites"].values())
     facts = [("address", state["address"]), ("connected", f"{connected} of {len(state['sites'])} sites")]
-    return Card(
-        "Server", "up" if state["up"] else "does not answer", GOOD if state["up"] else BAD, facts + machine_lines(state)
-    )
+    text, kind = ("up", GOOD) if state["up"] else ("does not answer", BAD)
+    return Card("Server", text, kind, facts + machine_lines(state))
 
 
 def machine_lines(state: State) -> list[tuple[str, str]]:
-    return [
-        ("version", state["version"]),
-        ("certificate", format_days(state["certificate days"])),
-        ("free disk", format_bytes(state["free bytes"])),
-    ]
+    days, free = format_days(state["certificate days"]), format_bytes(state["free bytes"])
+    return [("version", state["version"]), ("certificate", days), ("free disk", free)]
 
 
 def run_card(state: State) -> Card:
     run = state["run"]
     if not run:
         return Card("Run", "none yet", facts=[("start one", "fedvlm deploy run")])
-    kind = {"failed": BAD, "ended": GOOD}.get(run["state"], GOOD)
+    kind = BAD if run["state"] == "failed" else GOOD
     facts = [("method", f"{run['method']}, {run['training']}"), ("round", f"{run['round']} of {run['rounds']}")]
     if "seconds left" in run:
         facts.append(("time left", f"about {format_seconds(run['seconds left'])}"))
@@ -211,11 +207,8 @@ def timeline_entry(event: events.Event) -> dict[str, str]:
 
 def list_alarms(state: State) -> list[str]:
     """List what needs attention now."""
-    out = (
-        []
-        if state["up"]
-        else [f"the {state['who']} {'does not answer' if state['who'] == 'server' else 'is not running'}"]
-    )
+    down = {"server": "the server does not answer", "site": "the site is not running"}
+    out = [] if state["up"] else [down[state["who"]]]
     if (days := state["certificate days"]) is None or days < FEW_DAYS:
         out.append(f"the certificate: {format_days(days)}; renew it: fedvlm deploy renew")
     if state["free bytes"] < FEW_BYTES:
@@ -243,13 +236,9 @@ def format_days(days: int | None) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def format_age(time: str | None) -> str:

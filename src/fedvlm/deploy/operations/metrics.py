@@ -39,9 +39,8 @@ def prometheus_metrics(folder: Path) -> str:
     collect = _server_samples if state["who"] == "server" else _site_samples
     samples = [*_common_samples(folder, state), *collect(folder, state)]
     for name, (kind, text) in METRICS.items():
-        values = [
-            f"fedvlm_{name}{labels} {value}" for key, labels, value in samples if key == name and value is not None
-        ]
+        known = [(labels, value) for key, labels, value in samples if key == name and value is not None]
+        values = [f"fedvlm_{name}{labels} {value}" for labels, value in known]
         if values:
             lines += [f"# HELP fedvlm_{name} {text}", f"# TYPE fedvlm_{name} {kind}", *values]
     return "\n".join(lines) + "\n"
@@ -55,11 +54,8 @@ def _label(name: str, text: str) -> str:
 def _common_samples(folder: Path, state: State) -> Iterator[Sample]:
     yield "up", "", int(state["up"])
     yield "disk_free_bytes", "", state["free bytes"]
-    yield (
-        "certificate_remaining_seconds",
-        _label("name", state.get("name", "server")),
-        _seconds(state["certificate days"]),
-    )
+    name = _label("name", state.get("name", "server"))
+    yield "certificate_remaining_seconds", name, _seconds(state["certificate days"])
     counts: Counter[str] = Counter()
     for path in folder.glob(f"{Path(SECURITY_LOG_FILE).stem}*.jsonl"):
         for line in path.read_bytes().splitlines():

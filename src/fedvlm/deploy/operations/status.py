@@ -11,17 +11,7 @@ from statistics import median
 from typing import Any
 
 import fedvlm
-from fedvlm.deploy.flower.network import (
-    Unreachable,
-    check_server,
-    clock_skew,
-    describe_proxy,
-    describe_skew,
-    find_proxy,
-    join_address,
-    server_date,
-    split_address,
-)
+from fedvlm.deploy.flower import network
 from fedvlm.deploy.identity.certificates import (
     CERTIFICATE_FILE,
     find_certificate,
@@ -34,7 +24,7 @@ from fedvlm.deploy.kits import ServerKit, SiteKit, listen_address, read_server, 
 from fedvlm.deploy.operations import events
 from fedvlm.deploy.site.consent import describe_consent
 from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
-from fedvlm.deploy.site.policy import read_policy
+from fedvlm.deploy.site.policy import explain_policy, read_policy
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
 from fedvlm.storage.files import is_locked, read_json
@@ -138,16 +128,12 @@ def site_status(folder: Path) -> State:
         "rounds": f"{budget.rounds.total()} of {policy.all_rounds}",
         "bytes out": sum(line["bytes"] for line in out),
         "last out": out[-1]["time"] if out else None,
-        "last refusal": _describe_refusal(refused[-1]) if refused else None,
+        "last refusal": {"time": refused[-1]["time"], "why": refused[-1].get("error", "")} if refused else None,
         "consent": describe_consent(folder, policy),
         "gained": gains[-1] if gains else None,
         "classifiers": sorted(path.name for path in (folder / "classifiers").glob("*")),
         "last": history[-1] if history else None,
     }
-
-
-def _describe_refusal(line: dict[str, Any]) -> State:
-    return {"time": line["time"], "why": line.get("error", "")}
 
 
 def format_status(state: State) -> list[str]:
@@ -161,9 +147,8 @@ def format_status(state: State) -> list[str]:
         refused = state["last refusal"]
         refusal_lines = [f"last refusal: {refused['time']} {refused['why']}"] if refused else []
         runs = "is running" if state["up"] else "is not running"
-        return [f"site {state['name']} {runs}; its server is {state['address']}", *facts] + (
-            refusal_lines + gain_lines + last
-        )
+        head = f"site {state['name']} {runs}; its server is {state['address']}"
+        return [head, *facts, *refusal_lines, *gain_lines, *last]
     up = "is up" if state["up"] else "does not answer"
     lines = [f"the server at {state['address']} {up}"]
     if run := state["run"]:
@@ -171,10 +156,8 @@ def format_status(state: State) -> list[str]:
         result = f", validation accuracy {accuracy}" if accuracy else ""
         if table := run.get("table"):  # as the command prints it
             result = "".join(f", {column} {cell}" for column, cell in table.items())
-        lines.append(
-            f"{run['method']}, {run['training']}: {run['state']}, round {run['round']} of "
-            f"{run['rounds']}{result} {run.get('why', '')}".rstrip()
-        )
+        progress = f"{run['state']}, round {run['round']} of {run['rounds']}{result} {run.get('why', '')}"
+        lines.append(f"{run['method']}, {run['training']}: {progress}".rstrip())
     for name, site_state in state["sites"].items():
         samples = f", {site_state['samples']} training samples" if "samples" in site_state else ""
         reason = f": {site_state['why']}" if site_state.get("why") else ""
@@ -187,21 +170,10 @@ def list_runs(folder: Path) -> list[State]:
     """List the records in a server's folder with their progress."""
     out = []
     for name, path in record_folders(folder).items():
-        record = Record(path)
-        manifest = read_json(path / "manifest.json")
-        lines = record.lines()
-        out.append(
-            {
-                "name": name,
-                "method": manifest["identity"]["method"]["name"],
-                "state": "running"
-                if is_locked(path / ".lock")
-                else "finished"
-                if record.result() is not None
-                else "stopped",
-                "rounds": len(lines),
-            }
-        )
+        record, method = Record(path), read_json(path / "manifest.json")["identity"]["method"]["name"]
+        state = "stopped" if record.result() is None else "finished"
+        state = "running" if is_locked(path / ".lock") else state
+        out.append({"name": name, "method": method, "state": state, "rounds": len(record.lines())})
     return out
 
 
@@ -249,10 +221,8 @@ def _check_versions() -> str:
     from fedvlm.engines import flower as api
 
     api.import_flower()
-    return (
-        f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, Python "
-        f"{sys.version.split()[0]}"
-    )
+    versions = f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}"
+    return f"{versions}, Python {sys.version.split()[0]}"
 
 
 def _check_disk(folder: Path) -> str:
@@ -279,15 +249,15 @@ def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
 
 def _check_proxy(address: str) -> str:
     """Check the settings of a proxy, and name the one that is used."""
-    proxy = find_proxy(address)
+    proxy = network.find_proxy(address)
     if not proxy:
         return f"none is used for {address} (by HTTPS_PROXY and NO_PROXY)"
-    return f"{describe_proxy(proxy)} is used for {address} (by HTTPS_PROXY)"
+    return f"{network.describe_proxy(proxy)} is used for {address} (by HTTPS_PROXY)"
 
 
 def _check_name(address: str) -> str:
-    host, _ = split_address(address)
-    if find_proxy(address):
+    host, _ = network.split_address(address)
+    if network.find_proxy(address):
         return f"{host} is resolved by the proxy"
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
@@ -300,7 +270,7 @@ def _check_name(address: str) -> str:
 
 def _check_port(kit: ServerKit) -> str:
     host, port = listen_address(kit)
-    place = join_address(host, port)
+    place = network.join_address(host, port)
     if is_locked(kit.folder / ".lock"):
         return f"{place} is served by this folder's server"
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
@@ -323,25 +293,22 @@ def _check_expiry(days: int, remedy: str) -> str:
 
 def _check_sites(kit: ServerKit) -> str:
     if not kit.sites:
-        raise CheckFailed(
-            f"no site is admitted; send them the invitation, then fedvlm deploy admit {kit.folder} REQUEST"
-        )
+        raise CheckFailed(f"no site is admitted; send the invitation, then fedvlm deploy admit {kit.folder} REQUEST")
     return ", ".join(kit.sites)
 
 
 def _check_reachable(address: str, folder: Path) -> str:
     """Check that the server answers by the name that sites use, with its certificate."""
     try:
-        check_server(address, folder / "ca.crt")
-    except Unreachable as error:
-        remedy = "start the server, and open the port in firewalls on the way"
-        raise CheckFailed(f"{error}; {remedy}") from error
+        network.check_server(address, folder / "ca.crt")
+    except network.Unreachable as error:
+        raise CheckFailed(f"{error}; start the server, and open the port in firewalls on the way") from error
     return f"{address} answers with the right certificate"
 
 
 def _check_clock(kit: SiteKit) -> str:
-    skew = clock_skew(server_date(kit.address, kit.folder / "ca.crt"))
-    if problem := describe_skew(skew):
+    skew = network.clock_skew(network.server_date(kit.address, kit.folder / "ca.crt"))
+    if problem := network.describe_skew(skew):
         raise CheckFailed(problem)
     return f"it differs from the server's by {abs(skew):.0f} s"
 
@@ -349,16 +316,13 @@ def _check_clock(kit: SiteKit) -> str:
 def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
     yield "name", lambda: _check_name(kit.address)
     yield "proxy", lambda: _check_proxy(kit.address)
-    yield "certificate", lambda: _check_expiry(_certificate_days(kit), f"fedvlm deploy renew {kit.folder}")
+    remedy = f"fedvlm deploy renew {kit.folder}"
+    yield "certificate", lambda: _check_expiry(read_own_certificate(kit.folder).days_left, remedy)
     yield "server", lambda: _check_reachable(kit.address, kit.folder)
     yield "clock", lambda: _check_clock(kit)
     yield "encoder", lambda: _check_encoder(kit)
     yield "images", lambda: _check_images(kit)
-    yield "policy", lambda: _check_policy(kit)
-
-
-def _certificate_days(kit: SiteKit) -> int:
-    return read_own_certificate(kit.folder).days_left
+    yield "policy", lambda: " ".join(explain_policy(read_policy(kit.folder)))
 
 
 def _check_encoder(kit: SiteKit) -> str:
@@ -384,9 +348,3 @@ def _check_images(kit: SiteKit) -> str:
         raise CheckFailed(f"no images are set: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
     dataset = open_data(kit.data, kit.source)
     return f"{len(dataset.labels)} images of {len(dataset.classes)} classes: " + ", ".join(dataset.classes[:8])
-
-
-def _check_policy(kit: SiteKit) -> str:
-    from fedvlm.deploy.site.policy import explain_policy, read_policy
-
-    return " ".join(explain_policy(read_policy(kit.folder)))

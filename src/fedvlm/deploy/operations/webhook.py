@@ -12,6 +12,8 @@ from time import sleep
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.runner.experiment_files import read_toml
 
@@ -63,8 +65,6 @@ class Webhook:
 
 def send_message(address: str, message: Mapping[str, Any]) -> bool:
     """Send a message; retry a few times, and tell the process's log without the address, which may be a secret."""
-    import httpx
-
     problem = ""
     for number in range(TRIES):
         sleep(RETRY_SECONDS * number)

@@ -15,18 +15,11 @@ from fedvlm.core import Tensors
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.splits import SPLITS
 from fedvlm.data.table import Dataset
+from fedvlm.deploy import messages
 from fedvlm.deploy.identity.certificates import current_certificate, exclusion_reason
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
-from fedvlm.deploy.messages import (
-    MAX_NUMBER,
-    PROTOCOL,
-    check_arrays,
-    check_reply,
-    encoder_fingerprint,
-    render_error,
-    training_key,
-)
+from fedvlm.deploy.messages import PROTOCOL
 from fedvlm.deploy.operations.events import EventLogger, ignore_event
 from fedvlm.engines.client import RoundReplies, Task
 from fedvlm.engines.flower.client import to_arrays, to_tensors
@@ -76,7 +69,7 @@ class RemoteEngine(FlowerEngine):
     ) -> None:
         self.log_event, self.last_log_time = log_event, 0.0  # when it last said whom it waits for
         self.channel = Channel(**spec["identity"]["channel"])
-        super().__init__(grid, {}, training_key(spec), kit.quorum, kit.deadline)
+        super().__init__(grid, {}, messages.training_key(spec), kit.quorum, kit.deadline)
         self.kit, self.spec, self.reference = kit, spec, reference
         self.sign = Signer(kit.folder / "signing.key")
         self.site_keys: dict[str, str] = {}  # that the sites which are there have come with
@@ -127,11 +120,11 @@ class RemoteEngine(FlowerEngine):
         if type(error) is str:
             plain = " ".join(error.split())[:300]
             return "".join(char for char in plain if char.isprintable())
-        return render_error(error)
+        return messages.render_error(error)
 
     def check(self, message: Message, id: str, request: Message) -> None:
-        check_reply(message, request.header)
-        check_arrays(message)
+        messages.check_reply(message, request.header)
+        messages.check_arrays(message)
         if message.header["releases"] > message.header["round"] + MAX_LOST_UPLOADS:
             raise FederationError("it reports more uploads than it can have sent")
         counts, scores, opened = self.counts[id], message.header["scores"], self.sites[id].header
@@ -159,8 +152,12 @@ class RemoteEngine(FlowerEngine):
             sleep(0.5)
         self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(absent_sites)}
         self.missing |= {f"node {node}": reason for node, reason in self.unidentified_nodes.items()}
-        if self.nodes:
-            self._drop_incompatible(min(self._compatible_groups(), key=lambda group: (-len(group), min(group))))
+        if self.nodes:  # sites that do not fit the largest group cannot stop the others
+            group = min(self._compatible_groups(), key=lambda group: (-len(group), min(group)))
+            self.base = group[0]
+            for name in sorted(self.nodes.keys() - set(group)):
+                self.missing[name] = self.describe_difference(self.base, name) or ""
+                self._reject(self.nodes.pop(name), name, self.missing[name])
         self._check_quorum(self.kit.sites, self.nodes, 0)
 
     def _compatible_groups(self) -> list[list[str]]:
@@ -175,14 +172,6 @@ class RemoteEngine(FlowerEngine):
                 groups.append([name])
         return groups
 
-    def _drop_incompatible(self, group: Sequence[str]) -> None:
-        """Drop sites that do not fit the largest group, so that they cannot stop the others."""
-        self.base = group[0]
-        for name in sorted(self.nodes.keys() - set(group)):
-            reason = self.describe_difference(self.base, name) or ""
-            self._reject(self.nodes.pop(name), name, reason)
-            self.missing[name] = reason
-
     def open_new_nodes(self, patience: float) -> None:
         """Open the training at nodes that are new, or were rejected a while ago."""
         past = {*self.nodes.values(), *self.unidentified_nodes, *self.excluded_nodes}
@@ -190,7 +179,7 @@ class RemoteEngine(FlowerEngine):
         new = {f"node {node_id}": node_id for node_id in self.grid.get_node_ids() if node_id not in past}
         if not new:
             return
-        exchange = self.opening_exchange(new, patience)
+        exchange = OpeningExchange(self, new, patience)
         for id, reply in exchange.exchange(dict.fromkeys(new, self.opening_message()), 0).items():
             self._register_site(reply, new[id])
         for id, reason in exchange.missing.items():
@@ -203,9 +192,6 @@ class RemoteEngine(FlowerEngine):
         header = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
         header |= {"opening": self.opening, "software": __version__, "protocol": PROTOCOL}
         return Message(header, to_arrays(self.reference))
-
-    def opening_exchange(self, nodes: Mapping[str, int], patience: float) -> "OpeningExchange":
-        return OpeningExchange(self, nodes, patience)
 
     def _reject(self, node: int, name: str, reason: str) -> None:
         self.absent[name] = reason
@@ -238,8 +224,8 @@ class RemoteEngine(FlowerEngine):
                 f"it runs fedvlm {str(message.header.get('software'))[:20]!r} with protocol {str(protocol)[:20]}, and "
                 f"the server {__version__!r} with protocol {PROTOCOL}; install the same fedvlm at both"
             )
-        check_reply(message, request.header)
-        check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
+        messages.check_reply(message, request.header)
+        messages.check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
         header, expected_classes = message.header, self.spec["classes"]
         if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
@@ -269,7 +255,7 @@ class RemoteEngine(FlowerEngine):
         for key in ("encoder", "classes", "multi_label", "dim", "scale", "local", "template"):
             first_value, theirs = (site.header.get(key, "") or "" for site in (first_site, second_site))
             if key == "encoder":
-                first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
+                first_value, theirs = messages.encoder_fingerprint(first_value), messages.encoder_fingerprint(theirs)
             if not _is_close(first_value, theirs):
                 # Words of a site stay out of the record; numbers and fingerprints may enter it.
                 is_word = key in ("classes", "local", "template")
@@ -277,11 +263,13 @@ class RemoteEngine(FlowerEngine):
                 if key == "multi_label":
                     key, values = "kind of labels", " (one class, or several findings per image)"
                 return f"sites {first} and {name} do not have the same {key}{values}; all sites need the same {key}"
-        first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
-        if (
-            tensor_schema(first_value) != tensor_schema(theirs)
-            or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE
-        ):
+        limit = messages.MAX_NUMBER  # so that two infinite numbers compare as equal
+        first_value, theirs = (
+            {key: tensor.clamp(-limit, limit) for key, tensor in {**site.first, **site.texts}.items()}
+            for site in (first_site, second_site)
+        )
+        is_alike = tensor_schema(first_value) == tensor_schema(theirs)
+        if not is_alike or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE:
             return (
                 f"sites {first} and {name} start from different tensors, though their encoders are the same; do they "
                 "have the same templates and versions?"
@@ -328,11 +316,6 @@ def known_nodes(kit: ServerKit) -> dict[str, int]:
         return {str(name): int(node) for name, node in read_json(kit.folder / NODES_FILE).items()}
     except (FedVLMError, AttributeError, TypeError, ValueError):  # none yet, or damaged
         return {}
-
-
-def _clamped(values: Tensors) -> Tensors:
-    """Clamp infinite numbers, so that two infinite ones compare as equal."""
-    return {key: tensor.clamp(-MAX_NUMBER, MAX_NUMBER) for key, tensor in values.items()}
 
 
 def _is_close(first: Any, second: Any) -> bool:

@@ -83,7 +83,8 @@ def _read_run(folder: Path) -> Tested:
     record = Record(folder)
     if record.result() is None:
         raise SettingsError(f"{folder} is not a finished run; resume it, or name another one")
-    manifest, settings = record.manifest, build(record.manifest["identity"])
+    manifest = record.manifest
+    settings = build({**manifest["identity"], **{key: manifest.get(key, "") for key in ("purpose", "contact")}})
     name, seed = manifest["trainings"][0], settings.seeds[0]
     shared, _ = record.outcome(name, seed)
     proof: dict[str, Any] = {}

@@ -9,37 +9,15 @@ from secrets import token_hex
 from time import monotonic, sleep
 from typing import Any
 
-from fedvlm.deploy.flower.processes import (
-    Process,
-    flower_environment,
-    free_port,
-    is_server_up,
-    start_superlink,
-)
-from fedvlm.deploy.kits import (
-    RUN_REQUEST_FILE,
-    RUN_STATES_FILE,
-    STOP_FILE,
-    ServerKit,
-    create_kits,
-    read_server,
-    record_folders,
-    register_record,
-)
+from fedvlm.deploy import kits
+from fedvlm.deploy.flower import processes
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
+from fedvlm.deploy.server import run
 from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluation_spec, read_tested
-from fedvlm.deploy.server.run import (
-    ERROR_FILE,
-    JOIN_RESULT_FILE,
-    check_deployable,
-    choose_mode,
-    stated_settings,
-    with_rules,
-)
-from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
-from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
+from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, example_policy
 from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
+from fedvlm.report.data_report import DataReport, report_of_sites
 from fedvlm.result import Result
 from fedvlm.runner import tune
 from fedvlm.runner.load import load
@@ -52,15 +30,15 @@ STATUS_INTERVAL_SECONDS = 5.0  # seconds between questions whether the server st
 MAX_PENDING_SECONDS = 60.0  # seconds a server takes at most to begin a run
 
 
-def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Callable[[], None]) -> None:
+def wait_for_run(kit: kits.ServerKit, id: str, done: Callable[[], bool], on_poll: Callable[[], None]) -> None:
     """Wait for the result, or raise the server's error."""
-    started = looked = monotonic()
+    started = checked = monotonic()
     log, state = kit.folder / "superlink.log", "pending"
     while not done():
         on_poll()
         last_state, state = state, run_states(kit).get(id, "pending")
-        if (kit.folder / ERROR_FILE).exists():
-            raise FederationError((kit.folder / ERROR_FILE).read_text())
+        if (kit.folder / run.ERROR_FILE).exists():
+            raise FederationError((kit.folder / run.ERROR_FILE).read_text())
         if state == "ended" and last_state == "ended" and not done():
             raise FederationError(f"the run ended without a result; repeat the command to resume, and see {log}")
         if state == "pending" and (last_state != "pending" or monotonic() - started > MAX_PENDING_SECONDS):
@@ -69,9 +47,9 @@ def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Cal
                 f"the server has not started the run within {MAX_PENDING_SECONDS:g} s, or was started again; repeat "
                 f"the command to resume, and see {log}"
             )
-        if monotonic() - looked > STATUS_INTERVAL_SECONDS:
-            looked = monotonic()
-            if not is_server_up(kit):
+        if monotonic() - checked > STATUS_INTERVAL_SECONDS:
+            checked = monotonic()
+            if not processes.is_server_up(kit):
                 raise FederationError(
                     f"the server at {kit.address} no longer answers; start it: fedvlm deploy server {kit.folder}, and "
                     "repeat the command to resume"
@@ -80,22 +58,22 @@ def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Cal
     on_poll()
 
 
-def run_states(kit: ServerKit) -> dict[str, str]:
+def run_states(kit: kits.ServerKit) -> dict[str, str]:
     """Return whether each run is running or has ended, of those since the server was started."""
-    path = kit.folder / RUN_STATES_FILE
+    path = kit.folder / kits.RUN_STATES_FILE
     return dict(read_json(path)) if path.exists() else {}
 
 
-def stop_run(kit: ServerKit, ids: Sequence[str]) -> None:
+def stop_run(kit: kits.ServerKit, ids: Sequence[str]) -> None:
     """Ask the server to stop these runs."""
-    write_json(kit.folder / STOP_FILE, list(ids))
+    write_json(kit.folder / kits.STOP_FILE, list(ids))
 
 
 Progress = Callable[[str, int, int], None]
 
 
 def run_over_sites(
-    kit: ServerKit,
+    kit: kits.ServerKit,
     settings: Settings,
     out: Path | None = None,
     again: bool = False,
@@ -107,8 +85,8 @@ def run_over_sites(
 
     `rules` override quorum, deadline and wait of server.toml for this run.
     """
-    settings = choose_mode(kit, settings)
-    check_deployable(with_rules(kit, rules), settings)
+    settings = run.choose_mode(kit, settings)
+    run.check_deployable(run.with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
     folder = out or kit.folder / "runs" / default_name(about, None)
     record = Record(folder)
@@ -126,7 +104,7 @@ def run_over_sites(
         if progress_file.exists():
             report_progress(*read_json(progress_file))
 
-    register_record(kit.folder, folder)
+    kits.register_record(kit.folder, folder)
     request = {"out": str(folder.resolve()), "identity": settings.identity(), **settings.statement, "rules": rules}
     _request_run(kit, request, lambda: record.result() is not None, print_line, step)
     progress_file.unlink(missing_ok=True)
@@ -134,23 +112,39 @@ def run_over_sites(
 
 
 def join_late_site(
-    kit: ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
+    kit: kits.ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """Give a late site the classifiers of a finished run, without the other sites; return its scores by training.
 
     `name` is a run of this server, or a directory.
     """
-    folder = kit.folder / "runs" / name
-    folder = folder if folder.exists() else Path(name)
-    done = kit.folder / JOIN_RESULT_FILE
+    inside = kit.folder / "runs" / name
+    folder = inside if inside.exists() else Path(name)
+    done = kit.folder / run.JOIN_RESULT_FILE
     done.unlink(missing_ok=True)
     request = {"out": str(folder.resolve()), "joins": site}
     _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
 
 
+def report_site_data(
+    kit: kits.ServerKit,
+    settings: Settings,
+    again: bool = False,
+    progress: Progress | None = None,
+    print_line: Callable[[str], None] = lambda text: None,
+) -> DataReport:
+    """Describe the data of all sites: sums from a verified run of ridge, and of each site what its policy allows."""
+    out = kit.folder / "runs" / "data"
+    result = run_over_sites(kit, settings, out, again, progress, print_line)
+    done = kit.folder / run.DESCRIPTION_FILE
+    done.unlink(missing_ok=True)
+    _request_run(kit, {"out": str(out.resolve()), "describes": True}, done.exists, print_line, lambda: None)
+    return report_of_sites(read_json(done), result.manifest["encoder"], list(result.manifest["classes"]))
+
+
 def evaluate_over_sites(
-    kit: ServerKit,
+    kit: kits.ServerKit,
     classifiers: Sequence[str],
     classes: Sequence[str] = (),
     print_line: Callable[[str], None] = lambda text: None,
@@ -167,7 +161,7 @@ def evaluate_over_sites(
 
 
 def _request_run(
-    kit: ServerKit,
+    kit: kits.ServerKit,
     request: Mapping[str, Any],
     done: Callable[[], bool],
     print_line: Callable[[str], None],
@@ -175,13 +169,14 @@ def _request_run(
 ) -> None:
     """Let the server's process carry out a request, and wait for it."""
     _check_server_up(kit)
-    tail = EventTail(kit.folder)
-    id = token_hex(8)
-    (kit.folder / ERROR_FILE).unlink(missing_ok=True)
-    write_json(kit.folder / RUN_REQUEST_FILE, {**request, "id": id})
+    tail, id = EventTail(kit.folder), token_hex(8)
+    (kit.folder / run.ERROR_FILE).unlink(missing_ok=True)
+    write_json(kit.folder / kits.RUN_REQUEST_FILE, {**request, "id": id})
 
     def poll() -> None:
-        _print_events(tail, print_line)
+        for event in tail.read_new():
+            if event["kind"] not in ("ended", "failed"):  # the caller says these
+                print_line(format_event(event))
         step()
 
     try:
@@ -191,14 +186,14 @@ def _request_run(
         raise
 
 
-def _check_server_up(kit: ServerKit) -> None:
-    if not is_server_up(kit):
+def _check_server_up(kit: kits.ServerKit) -> None:
+    if not processes.is_server_up(kit):
         raise FederationError(f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}")
 
 
-def stop_runs(kit: ServerKit) -> list[str]:
+def stop_runs(kit: kits.ServerKit) -> list[str]:
     """Stop what the server is running and return the runs; a stopped run can be resumed."""
-    if not is_server_up(kit):
+    if not processes.is_server_up(kit):
         raise FederationError(f"no server answers at {kit.address}, so nothing is running there")
     active_ids = [id for id, state in run_states(kit).items() if state == "running"]
     stop_run(kit, active_ids)
@@ -207,20 +202,14 @@ def stop_runs(kit: ServerKit) -> list[str]:
     return active_ids
 
 
-def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
+def resume_run(kit: kits.ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
     """Resume a run of this name in the server's folder."""
-    records = record_folders(kit.folder)
+    records = kits.record_folders(kit.folder)
     place = records.get(name) or records.get(str(Path(name).resolve()))
     if place is None:
         raise unknown_name("run of this server", name, list(records))
-    settings = stated_settings(read_json(place / "manifest.json"))
+    settings = run.stated_settings(read_json(place / "manifest.json"))
     return run_over_sites(kit, settings, place, progress=progress, print_line=print_line)
-
-
-def _print_events(tail: EventTail, print_line: Callable[[str], None]) -> None:
-    for event in tail.read_new():
-        if event["kind"] not in ("ended", "failed"):  # the caller says these
-            print_line(format_event(event))
 
 
 def describe_absences(result: Result) -> list[str]:
@@ -230,15 +219,13 @@ def describe_absences(result: Result) -> list[str]:
     for line in lines:
         for name, reason in line.get("missing", {}).items():
             reasons.setdefault(name, []).append(reason.strip().splitlines()[-1])
-    return [
-        f"{name} was missing in {len(whys)} of {len(lines)} rounds; the last reason: {whys[-1]}"
-        for name, whys in sorted(reasons.items())
-    ]
+    text = "{} was missing in {} of {} rounds; the last reason: {}"
+    return [text.format(name, len(whys), len(lines), whys[-1]) for name, whys in sorted(reasons.items())]
 
 
-def start_site(folder: Path) -> Process:
+def start_site(folder: Path) -> processes.Process:
     command = [sys.executable, "-m", "fedvlm", "deploy", "site", str(folder)]
-    return Process(folder.name, command, folder / "site.log", flower_environment(folder / "flwr"))
+    return processes.Process(folder.name, command, folder / "site.log", processes.flower_environment(folder / "flwr"))
 
 
 def rehearse(
@@ -248,15 +235,15 @@ def rehearse(
     report = progress or (lambda label, done, total: None)
     kit = prepare_rehearsal(settings, place, report, **rules)
     with running_processes() as running:
-        running += [start_superlink(kit)]
+        running += [processes.start_superlink(kit)]
         running += [start_site(place / f"site-{name}") for name in kit.sites]
         return run_over_sites(kit, settings, out, progress=progress)
 
 
 @contextmanager
-def running_processes() -> Iterator[list[Process]]:
+def running_processes() -> Iterator[list[processes.Process]]:
     """Stop all processes that were started meanwhile, all at once."""
-    running: list[Process] = []
+    running: list[processes.Process] = []
     try:
         yield running
     finally:
@@ -266,10 +253,10 @@ def running_processes() -> Iterator[list[Process]]:
             process.stop()
 
 
-def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rules: Any) -> ServerKit:
+def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rules: Any) -> kits.ServerKit:
     """Create the kits of a rehearsal: each site plays one client of the experiment's data."""
     if (place / "server" / "server.toml").exists():
-        return read_server(place / "server")  # a rehearsal that was stopped goes on
+        return kits.read_server(place / "server")  # a rehearsal that was stopped goes on
     rows, _ = load(settings, progress)
     ids = list(prepare(settings, rows, settings.seeds[0]).partition.clients)
     if len(ids) > 32:
@@ -278,11 +265,10 @@ def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rul
             "allowed: set a smaller clients.count"
         )
     plain = not settings.channel.verified
-    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, plain=plain, **rules)
+    kits.create_kits(place, ids, "127.0.0.1", processes.free_port(), rehearsal=True, plain=plain, **rules)
     for id in ids:
         path = place / f"site-{id}" / "site.toml"
         write_file(path, path.read_bytes() + to_toml({"plays": id}).encode())
-        write_file(
-            path.with_name(POLICY), example_policy((ALL_METHODS,), plain).encode()
-        )  # nobody's data but the owner's
-    return read_server(place / "server")
+        policy = example_policy((ALL_METHODS,), plain)  # nobody's data but the owner's
+        write_file(path.with_name(POLICY_FILE), policy.encode())
+    return kits.read_server(place / "server")

@@ -27,7 +27,7 @@ from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.policy import PLAIN_RISK
 from fedvlm.deploy.transcript import TRANSCRIPT_SUFFIX, Transcript
-from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle
+from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle, trainings_of_record
 from fedvlm.engines.client import RemoteState, Task, TrainingTerms
 from fedvlm.engines.loop import ignore_sum
 from fedvlm.engines.state import Plan, State, pack_state, unpack_state
@@ -192,6 +192,7 @@ MANIFEST_FIELDS = (
     "template",
 )  # what a manifest has of a site's words
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+DESCRIPTION_FILE = "description.json"  # in the server's folder: what the sites last said of their data
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
@@ -317,14 +318,8 @@ class DeployedRun:
         """Open a training at all connected sites; `tuning` says how large its search is."""
         spec = training_spec(settings, training, seed) | {"run": self.run_plan}
         spec |= {} if tuning is None else {"tuning": tuning}
-        self.log_event(
-            "begun",
-            method=settings.method.name,
-            training=training.name,
-            rounds=settings.method.rounds,
-            sites=list(self.kit.sites),
-            record=str(self.record.folder),
-        )
+        facts = {"method": settings.method.name, "training": training.name, "rounds": settings.method.rounds}
+        self.log_event("begun", **facts, sites=list(self.kit.sites), record=str(self.record.folder))
         is_sum = settings.channel.verified and tuning is None
         engine = (SumEngine if is_sum else RemoteEngine)(
             self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
@@ -471,6 +466,9 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     if "joins" in request:
         done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
         return write_json(folder / JOIN_RESULT_FILE, done)
+    if "describes" in request:
+        done = describe_sites(grid, kit, Path(request["out"]), log_event)
+        return write_json(folder / DESCRIPTION_FILE, done)
     if "evaluates" in request:
         done = evaluate_at_sites(grid, kit, request, log_event)
         return write_json(folder / EVALUATION_FILE, done)
@@ -489,90 +487,67 @@ def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_ev
     log_event("ended", record=str(record.folder), table=table)
 
 
+def describe_sites(grid: Any, kit: ServerKit, out: Path, log_event: EventLogger) -> dict[str, Any]:
+    """Let the members of a finished verified sum describe their data, as their policies allow."""
+    record, settings = Record(out), stated_settings(Record(out).manifest)
+    run = DeployedRun(grid, kit, settings, record, lambda *words: None, {}, without_begin(log_event))
+    [(settings, training, seed)] = trainings_of_record(record, settings)
+    engine = run.open_training(settings, training, seed)
+    assert isinstance(engine, SumEngine)
+    return engine.describe(Transcript(out / "trainings" / f"{file_name(training, seed)}.{TRANSCRIPT_SUFFIX}"))
+
+
+def without_begin(log_event: EventLogger) -> EventLogger:
+    """Return a logger for what begins no run."""
+    return lambda kind, **facts: None if kind == "begun" else log_event(kind, **facts)
+
+
 RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them
 
 
-@dataclass
-class LateJoin:
-    """Let one site join a finished run.
+def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventLogger) -> dict[str, Any]:
+    """Give one site the classifiers of a finished run; return its scores by training.
 
     The server asks that site alone; its key, policy and ledger apply as in any round. The other sites are sent nothing.
     """
-
-    run: DeployedRun
-    site: str
-
-    def join_all(self) -> dict[str, Mapping[str, Any]]:
-        """Return the site's scores by training; its classifiers stay with it."""
-        record, out = self.run.record, {}
-        with record.lock():
-            domains = {name: name for name in record.manifest["sites"]}
-            for seed in self.run.settings.seeds:
-                settings = tune.with_tuned(self.run.settings, record.manifest, seed)
-                for training in trainings_of(settings, domains, seed):
-                    out[file_name(training, seed)] = self.join_training(settings, training, seed)
-        return out
-
-    def join_training(self, settings: Settings, training: Training, seed: int) -> Mapping[str, Any]:
-        record, name = self.run.record, file_name(training, seed)
-        if finished_scores(record, name) is None:
-            raise SettingsError(f"{record.folder} is not finished; resume it: fedvlm deploy run")
-        engine = self.run.open_training(settings, training, seed)
-        self.check_compatible(engine)
-        method = self.run.make_terms(settings, engine, seed)[0].method
-        sent = method.send(record.outcome(training.name, seed)[0], self.site)
-        Ledger(self.run.kit.folder).add("out", method.rounds, sent, kind="join", site=self.site, run=record.folder.name)
-        if isinstance(engine, SumEngine):
-            transcript = Transcript(record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}")
-            scores: Mapping[str, Any] = engine.join(transcript, self.site)
-        else:  # one that took part goes on from its own tensors of the last round that it was in
-            lines = [line for line in record.lines() if line["training"] == name]
-            took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
-            task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
-            scores = engine.adapt(method.rounds, [task]).replies[self.site].scores
-        self.run.log_event("joined", site=self.site, samples=engine.rows[self.site], training=name)
-        return scores
-
-    def check_compatible(self, engine: RemoteEngine) -> None:
-        """Compare the site with the run's sites: same encoder, same classes."""
-        manifest = self.run.record.manifest
-        text = None if manifest["text"] is None else torch.tensor(manifest["text"])
-        about = {key: manifest[key] for key in (*MANIFEST_FIELDS, "local") if key in manifest}
-        engine.sites[RUN_NAME] = SiteOpening(about, engine.sites[self.site].first, text)
-        if reason := engine.describe_difference(RUN_NAME, self.site):
-            raise FederationError(f"{self.site} cannot join: {reason}")
-
-
-def _without_begin_events(log_event: EventLogger) -> EventLogger:
-    """Drop the events that announce a run: no run begins."""
-
-    def filtered(kind: str, **facts: Any) -> None:
-        if kind != "begun":
-            log_event(kind, **facts)
-
-    return filtered
-
-
-def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventLogger) -> dict[str, Any]:
-    """Give one site the classifiers of a finished run."""
     if site not in kit.sites:
         raise SettingsError(f"{site} has no certificate at this server; admit it first")
     record = Record(out)
     if record.result() is None:
         raise SettingsError(f"{out} is not a finished run; resume it: fedvlm deploy run")
-    alone = replace(kit, sites=(site,), quorum=1.0)
-    settings = stated_settings(record.manifest)
-    other_nodes = {node for name, node in known_nodes(kit).items() if name != site}
-    run = DeployedRun(
-        grid,
-        alone,
-        settings,
-        record,
-        lambda *words: None,
-        log_event=_without_begin_events(log_event),
-        excluded_nodes=other_nodes,
-    )
-    return dict(LateJoin(run, site).join_all())
+
+    others = {node for name, node in known_nodes(kit).items() if name != site}
+    alone, settings = replace(kit, sites=(site,), quorum=1.0), stated_settings(record.manifest)
+    run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, without_begin(log_event), others)
+    with record.lock():
+        return {
+            file_name(training, seed): _join_training(run, site, now, training, seed)
+            for now, training, seed in trainings_of_record(record, settings)
+        }
+
+
+def _join_training(run: DeployedRun, site: str, settings: Settings, training: Training, seed: int) -> Any:
+    """Let a site adapt to a finished training; its classifier stays with it."""
+    record, name = run.record, file_name(training, seed)
+    engine, manifest = run.open_training(settings, training, seed), record.manifest
+    text = None if manifest["text"] is None else torch.tensor(manifest["text"])
+    about = {key: manifest[key] for key in (*MANIFEST_FIELDS, "local") if key in manifest}
+    engine.sites[RUN_NAME] = SiteOpening(about, engine.sites[site].first, text)
+    if reason := engine.describe_difference(RUN_NAME, site):
+        raise FederationError(f"{site} cannot join: {reason}")
+    method = run.make_terms(settings, engine, seed)[0].method
+    sent = method.send(record.outcome(training.name, seed)[0], site)
+    Ledger(run.kit.folder).add("out", method.rounds, sent, kind="join", site=site, run=record.folder.name)
+    if isinstance(engine, SumEngine):
+        transcript = Transcript(record.folder / "trainings" / f"{name}.{TRANSCRIPT_SUFFIX}")
+        scores: Mapping[str, Any] = engine.join(transcript, site)
+    else:  # one that took part goes on from its own tensors of the last round that it was in
+        lines = [line for line in record.lines() if line["training"] == name]
+        took = [line["round"] + 1 for line in lines if site in line["clients"]]
+        task = Task(site, sent, RemoteState(max(took, default=0)), True)
+        scores = engine.adapt(method.rounds, [task]).replies[site].scores
+    run.log_event("joined", site=site, samples=engine.rows[site], training=name)
+    return scores
 
 
 def write_reference(

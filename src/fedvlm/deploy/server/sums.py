@@ -112,10 +112,9 @@ class SumEngine(RemoteEngine):
         statements, vectors = self._collect("sum", number, header, arrays, expected)
         layout = statements[self.plan.member_names[0]].layout
         total, scores = open_sum(vectors.values(), layout, is_total(self.plan.settings))
-        done = {
-            name: ClientReply({}, RemoteState(number + 1), dict.fromkeys(SCORE_COUNTS, 0), 1, {}, is_encoded=True)
-            for name in self.plan.member_names
-        }
+        none = dict.fromkeys(SCORE_COUNTS, 0)
+        reply = ClientReply({}, RemoteState(number + 1), none, 1, {}, is_encoded=True)
+        done = dict.fromkeys(self.plan.member_names, reply)
         return RoundReplies(done, decoded_sum=total, min_clients=len(done), line=mean_of_scores(scores))
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
@@ -141,6 +140,18 @@ class SumEngine(RemoteEngine):
         header = {**words, "plan": plan.to_bytes().decode(), "statements": entries}
         reply = self.exchange({site: Message(header, to_arrays(arrays))}, number)[site]
         return dict(parse(SumReply, reply.header, "the reply").scores or {})
+
+    def describe(self, transcript: Transcript) -> dict[str, Any]:
+        """Return what each member says of its data, and the sums of class counts with the numbers of members."""
+        self.transcript, self.quorum, (self.plan, _) = transcript, 0.0, transcript.read_plan()
+        replies = self._ask_all("describe", self.plan.settings.method.rounds, {}, {})
+        entries, vectors, _ = transcript.read_sum(COUNTS_ROUND)
+        totals, _ = open_sum(vectors.values(), entries[0]["layout"], True)
+        sites = {name: parse(SumReply, reply.header, "the reply").described for name, reply in replies.items()}
+        return {
+            "sites": sites,
+            **{key: totals[key].tolist()[: len(self.plan.classes)] for key in ("counts", "members")},
+        }
 
     def _last_uploads(self, number: int) -> tuple[dict[str, Any], Tensors, str]:
         """Return the statements and uploads of the round before a round, with the state that comes of them."""

@@ -205,11 +205,7 @@ def describe_consent(folder: Path, policy: Policy) -> str:
 
 
 def describe_request(
-    spec: Mapping[str, Any],
-    settings: Settings,
-    site_training: SiteTraining,
-    budget: PrivacyBudget,
-    policy: Policy,
+    spec: Mapping[str, Any], settings: Settings, site_training: SiteTraining, budget: PrivacyBudget, policy: Policy
 ) -> dict[str, Any]:
     """Describe what a person is asked for; the upload is computed to see what it holds, and stays here."""
     channel, world = settings.channel, site_training.world

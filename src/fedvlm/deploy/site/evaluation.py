@@ -36,7 +36,7 @@ from fedvlm.deploy.site.sums import MAX_TEXT_DIFFERENCE
 from fedvlm.deploy.site.training import PARTITION_SEED, ignore_progress, load_site_samples
 from fedvlm.deploy.statements import read_agreements, read_ends, session_id
 from fedvlm.engines.client import Scores, measure
-from fedvlm.errors import DataError, FederationError, join_names
+from fedvlm.errors import FederationError, join_names
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import Prepared, check_samples, divide_client, frozen_of, prepare, text_of
 from fedvlm.runner.settings import Settings, build
@@ -131,10 +131,6 @@ class Evaluation:
     def _load(self, settings: Settings) -> EmbeddedTable:
         kit = self.kit
         rows = load(settings, ignore_progress)[0] if kit.plays else load_site_samples(kit, settings, self.classes)
-        if rows.findings is not None:
-            raise DataError(
-                f"the data of {kit.name} have several findings per image, which cannot be evaluated here yet"
-            )
         check_samples(settings, rows)
         return rows
 

@@ -17,9 +17,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from fedvlm.channel import Channel
 from fedvlm.core import Method, schedule
 from fedvlm.deploy.messages import RequestRefused
-from fedvlm.deploy.site.policy import Policy, Protection
+from fedvlm.deploy.site.policy import Policy
 from fedvlm.engines.flower.messages import Message, checksum, from_bytes, seal, to_bytes, unseal
 from fedvlm.errors import DataError
 from fedvlm.maths.privacy import epsilon
@@ -247,7 +248,7 @@ def _check_limit(count: int, limit: int, code: str) -> None:
         raise RequestRefused(code, most=limit)
 
 
-def upload_cost(method: Method, channel: Protection, samples: int) -> float:
+def upload_cost(method: Method, channel: Channel, samples: int) -> float:
     """Return 1/z² of the noise of one upload, over all its steps; 0 if it has none."""
     if channel.noise_multiplier:
         return float(1 / channel.noise_multiplier**2)

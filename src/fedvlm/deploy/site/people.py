@@ -12,6 +12,8 @@ from threading import Lock
 from time import sleep
 from typing import Any
 
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
 from fedvlm.data.table import to_nfc
 from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.errors import FedVLMError, SettingsError, join_names
@@ -103,7 +105,5 @@ def authenticate(folder: Path, name: str, password: str) -> Person:
 
 
 def _hash_secret(secret: str, salt: bytes, cost: Any) -> bytes:
-    from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-
     n, r, p = cost
     return Scrypt(salt=salt, length=32, n=n, r=r, p=p).derive(to_nfc(secret).encode())

@@ -4,52 +4,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from json import dumps
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvlm.channel import Channel
 from fedvlm.core import ClassStatistics, Method, setting
 from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, Range, ranged_field, read_table
 from fedvlm.data.clients import Clients
-from fedvlm.deploy.messages import OPTIONAL_SCORES, RequestRefused
+from fedvlm.deploy.messages import OPTIONAL_SCORES, SCORE_COUNTS, RequestRefused
 from fedvlm.errors import FedVLMError
 from fedvlm.runner.experiment_files import read_toml
 from fedvlm.storage.files import read_json
 
 WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and with which key
-
-
 POLICY_FILE = "policy.toml"
 ALL_METHODS = "*"
-DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
+DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "ridge", "tofa")
 SCORE_STEPS = 20  # coarse scores are multiples of 1/20
-
-
-class Protection(Protocol):
-    """Describe what a policy checks of a channel: clipping, noise and verified sums."""
-
-    @property
-    def clip(self) -> float: ...
-    @property
-    def noise_multiplier(self) -> float: ...
-    @property
-    def verified(self) -> bool: ...
-    @property
-    def honest(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Policy:
+    """Hold the rules of a site's policy.toml; `RULE_TEXTS` says what each means."""
+
     methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
-    # statistics of a class with fewer training samples stay here
     min_class_samples: int = ranged_field(16, NON_NEGATIVE)
     min_samples: int = ranged_field(16, NON_NEGATIVE)  # with fewer training rows nothing is trained
-    # training rows that are used at most, drawn by the site; 0: all
     max_samples: int = ranged_field(0, NON_NEGATIVE)
     server_divides: bool = False  # the server may choose shots, ratios and the seed of the partition
     max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # maximum bytes of one message to the server; 0: any
-    # the channel must clip to this norm or less; 0: it need not clip
     clip: float = ranged_field(0.0, NON_NEGATIVE)
     noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be at least this
     epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
@@ -69,7 +54,7 @@ class Policy:
     def admit(
         self,
         method: Method,
-        channel: Protection,
+        channel: Channel,
         labels: NDArray[np.int64],
         groups: NDArray[np.int64] | None = None,
     ) -> None:
@@ -79,24 +64,16 @@ class Policy:
         patients, each of whom counts once.
         """
         if not {ALL_METHODS, method.name} & set(self.methods):
-            raise RequestRefused(
-                "method",
-                f"the method {method.name} is not allowed here, only {', '.join(self.methods) or 'none'}; see methods "
-                f"in {POLICY_FILE}",
-            )
+            allowed = ", ".join(self.methods) or "none"
+            detail = f"the method {method.name} is not allowed here, only {allowed}; see methods in {POLICY_FILE}"
+            raise RequestRefused("method", detail)
         if self.clip and not 0 < channel.clip <= self.clip:
-            raise RequestRefused(
-                "clip",
-                f"channel.clip must be above 0 and at most {self.clip:g}, got {channel.clip:g}",
-                most=self.clip,
-            )
+            detail = f"channel.clip must be above 0 and at most {self.clip:g}, got {channel.clip:g}"
+            raise RequestRefused("clip", detail, most=self.clip)
         if channel.noise_multiplier < self.noise_multiplier:
-            raise RequestRefused(
-                "noise",
-                f"channel.noise_multiplier must be at least {self.noise_multiplier:g}, "
-                f"got {channel.noise_multiplier:g}",
-                least=self.noise_multiplier,
-            )
+            least, noise = self.noise_multiplier, channel.noise_multiplier
+            detail = f"channel.noise_multiplier must be at least {least:g}, got {noise:g}"
+            raise RequestRefused("noise", detail, least=least)
         if channel.honest > self.honest:
             raise RequestRefused("honest", most=self.honest)
         if not (self.plain or channel.verified or self.noise_multiplier or self.epsilon):
@@ -139,11 +116,7 @@ class Policy:
 
     def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
         """Return the scores that may leave."""
-        counts = {
-            f"{part}_{count_name}": int(scores[f"{part}_{count_name}"])
-            for part in ("validation", "test")
-            for count_name in ("rows", "hits")
-        }
+        counts = {name: int(scores[name]) for name in SCORE_COUNTS}
         if self.score_detail == "none":
             return dict.fromkeys(counts, 0)
         rest = {key: scores[key] for key in OPTIONAL_SCORES if key in scores}
@@ -217,10 +190,7 @@ RULE_TEXTS = {
         "members trusted to add their noise to a verified sum, this site included",
         "each then adds less noise; if one of them does not, ε is larger than counted",
     ),
-    "plain": (
-        "uploads may leave one by one without noise, and not only in a verified sum",
-        PLAIN_RISK,
-    ),
+    "plain": ("uploads may leave one by one without noise, and not only in a verified sum", PLAIN_RISK),
     "sum_of": (
         "members that a verified sum must have, this site included",
         "a sum of two shows each of them the upload of the other",
@@ -265,19 +235,10 @@ def explain_policy(policy: Policy) -> list[str]:
         if name == "methods":
             value = "all" if ALL_METHODS in value else ", ".join(value) or "none: nothing is answered"
         usual = "" if name == "methods" or value == getattr(Policy(), name) else " (not the usual)"
-        out.append(f"{name} = {_yes_no(value)}{usual}: {meaning}.\n    Why: {benefit}.")
-    if policy.score_detail == "none":
-        out.append("No scores of this site are reported.")
-    else:
-        out.append(f"Scores of this site are reported: {policy.score_detail}.")
-    return out
-
-
-def _yes_no(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-DEFAULT_POLICY_TEXT = example_policy()
+        value = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+        out.append(f"{name} = {value}{usual}: {meaning}.\n    Why: {benefit}.")
+    detail = policy.score_detail
+    return [*out, "No scores of this site are reported." if detail == "none" else f"Scores are reported: {detail}."]
 
 
 def check_not_withdrawn(folder: Path, key: bytes) -> None:

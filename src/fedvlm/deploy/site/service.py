@@ -15,45 +15,16 @@ from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.splits import SPLITS
-from fedvlm.deploy.flower.fleet import (
-    CallRefused,
-    FleetClient,
-    NotAdmitted,
-    Stopped,
-    serve_requests,
-)
+from fedvlm.deploy import messages
+from fedvlm.deploy.flower import fleet
 from fedvlm.deploy.flower.network import Unreachable, check_server
 from fedvlm.deploy.identity.certificates import describe_validity, federation_id, read_own_certificate
 from fedvlm.deploy.identity.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
-from fedvlm.deploy.messages import (
-    ECHOED_FIELDS,
-    PROTOCOL,
-    SCORE_COUNTS,
-    SUM_KINDS,
-    EvaluationRequest,
-    Header,
-    OpenRequest,
-    ReportedError,
-    RequestRefused,
-    RoundRequest,
-    SumRequest,
-    encode_error,
-    encoder_fingerprint,
-    parse_request,
-    public_encoder_name,
-    training_key,
-)
+from fedvlm.deploy.messages import PROTOCOL
 from fedvlm.deploy.operations.events import EventLog, EventLogger, validation_accuracy
 from fedvlm.deploy.operations.security_log import log_security
-from fedvlm.deploy.site.consent import (
-    check_consent,
-    check_consented_size,
-    check_plan,
-    describe_request,
-    plan_hash,
-    store_request,
-)
+from fedvlm.deploy.site import consent
 from fedvlm.deploy.site.evaluation import EVALUATION_KEY, Evaluation, describe_evaluation
 from fedvlm.deploy.site.ledger import Direction, Ledger, PrivacyBudget, ReplyCache
 from fedvlm.deploy.site.policy import Policy, check_not_withdrawn, current_policy, read_policy
@@ -78,6 +49,7 @@ ACTIVITIES = {
     "end": "ended a session",
     "join": "joined late",
     "evaluate": "measured classifiers",
+    "describe": "described the data",
 }
 UNSIGNED_LOG_SECONDS = 60.0  # seconds between two lines of the ledger about strangers
 
@@ -97,7 +69,7 @@ class Site:
         self.budget = PrivacyBudget(self.ledger.history())
         self.handler = TrainingHandler(listener=self)
         federation = federation_id((kit.folder / "server.pub").read_bytes(), (kit.folder / "ca.crt").read_bytes())
-        self.sums = SumMember(kit, self.sign, federation, self)
+        self.sums = SumMember(kit, self.sign, federation, self.on_sum_ended)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
         self.admitted_tunings: set[str] = set()
         self.accuracy: float | None = None  # on its validation samples, of the last round; for its people's eyes
@@ -105,7 +77,6 @@ class Site:
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
     def log_text(self, text: str) -> None:
-        """Log a text for the people at this site."""
         self.log_event("said", text=text)
 
     def answer(self, request: Message, state: Message) -> tuple[Message, Message]:
@@ -119,22 +90,24 @@ class Site:
             self._count_unsigned()
             raise UnsignedMessageError("a message that the server did not sign was dropped") from error
         try:
-            fields = parse_request(request.header)
+            fields = messages.parse_request(request.header)
         except FederationError as error:  # signed, so the server may hear of it
-            known = error if isinstance(error, ReportedError) else ReportedError("request", str(error))
+            known = (
+                error if isinstance(error, messages.ReportedError) else messages.ReportedError("request", str(error))
+            )
             return self._error_reply(None, known), state
         try:
             entry = _ledger_fields(fields)
             self.ledger.add("in", fields.round, to_tensors(request.arrays), to_bytes(request), **entry)
             check_not_withdrawn(self.kit.folder, self.sign.public)
             policy = current_policy(self.kit.folder)
-            if isinstance(fields, OpenRequest):
+            if isinstance(fields, messages.OpenRequest):
                 self.budget.admit(policy, "training", fields.training, 0.0)
-                costs = {"costs": "training", "plan": plan_hash(request.header["spec"])}
+                costs = {"costs": "training", "plan": consent.plan_hash(request.header["spec"])}
                 reply = self.open_training(request, policy)
-            elif isinstance(fields, EvaluationRequest):
+            elif isinstance(fields, messages.EvaluationRequest):
                 reply, costs = self._evaluate(request, fields, policy)
-            elif isinstance(fields, SumRequest):
+            elif isinstance(fields, messages.SumRequest):
                 reply, costs = self._run_sum(request, fields, policy)
             else:
                 reply, state, costs = self._run_round(request, fields, state, policy)
@@ -142,23 +115,20 @@ class Site:
         except Exception as error:
             return self._error_reply(fields, error), state
         sent = self._record_reply("out", fields, self.sign(reply), **costs)
-        if "spends" in costs and isinstance(fields, RoundRequest):  # counted: a repeated reply costs nothing
+        if "spends" in costs and isinstance(fields, messages.RoundRequest):  # counted: a repeated reply costs nothing
             ReplyCache(self._folder(fields.training)).store(request, reply, state)
         return sent, state
 
     def _run_round(
-        self, request: Message, fields: RoundRequest, state: Message, policy: Policy
+        self, request: Message, fields: messages.RoundRequest, state: Message, policy: Policy
     ) -> tuple[Message, Message, dict[str, Any]]:
         """Return the reply, the new state, and what the reply costs."""
         kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
-        training = self._load_training(key, policy)
-        site_training, world = self.site_trainings[key], training.world
-        policy.admit(world.method, world.channel, site_training.labels, site_training.groups)
-        if world.channel.verified:
-            raise ReportedError("sum", "an upload of a verified sum was asked for without its session; nothing leaves")
-        if policy.consent:
-            check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
-            check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
+        training, site_training = self._admit(key, policy)
+        if training.world.channel.verified:
+            raise messages.ReportedError(
+                "sum", "an upload of a verified sum was asked for without its session; nothing leaves"
+            )
         if (cached := ReplyCache(self._folder(key)).read(request)) is not None:
             return cached[0], training.restore(cached[1]) if fields.trains else state, {}
         spends = site_training.upload_cost if kind == "upload" else 0.0
@@ -167,30 +137,36 @@ class Site:
         self.accuracy = validation_accuracy(reply.header["scores"])
         scores, described = policy.allowed_scores(reply.header["scores"]), reply.header["described"]
         if site_training.is_trial:  # counts of correct validation samples are enough to choose by
-            scores = {name: scores[name] for name in SCORE_COUNTS}
+            scores = {name: scores[name] for name in messages.SCORE_COUNTS}
         if policy.score_detail == "none" or site_training.is_trial:
             described = {}
         releases = self.budget.rounds[key] + (kind == "upload")
         header = {**reply.header, "scores": scores, "described": described, "releases": releases}
         return Message(header, reply.arrays), state, {"costs": kind, "spends": spends}
 
-    def _run_sum(self, request: Message, fields: SumRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
+    def _run_sum(self, request: Message, fields: messages.SumRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
         """Return the reply to a step of a verified sum, and what it costs."""
-        key = fields.training
-        world = self._load_training(key, policy).world
-        site_training = self.site_trainings[key]
+        training, site_training = self._admit(fields.training, policy)
+        kind = "upload" if fields.kind == "sum" else "measurement"
+        self.budget.admit(policy, kind, fields.training, site_training.upload_cost if kind == "upload" else 0.0)
+        return self.sums.answer(request, fields, site_training, training.world, policy)
+
+    def _admit(self, key: str, policy: Policy) -> tuple[ClientTraining, SiteTraining]:
+        """Return an opened training, as far as the policy and the people here allow it to go on."""
+        training = self._load_training(key, policy)
+        site_training, world = self.site_trainings[key], training.world
         policy.admit(world.method, world.channel, site_training.labels, site_training.groups)
         if policy.consent:
-            check_consent(self.kit.folder, policy, plan_hash(site_training.spec))
-            check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
-        kind = "upload" if fields.kind == "sum" else "measurement"
-        self.budget.admit(policy, kind, key, site_training.upload_cost if kind == "upload" else 0.0)
-        return self.sums.answer(request, fields, site_training, world, policy)
+            consent.check_consent(self.kit.folder, policy, consent.plan_hash(site_training.spec))
+            consent.check_consented_size(site_training.spec, world.method.rounds, self.budget, key)
+        return training, site_training
 
-    def _evaluate(self, request: Message, fields: EvaluationRequest, policy: Policy) -> tuple[Message, dict[str, Any]]:
+    def _evaluate(
+        self, request: Message, fields: messages.EvaluationRequest, policy: Policy
+    ) -> tuple[Message, dict[str, Any]]:
         """Return the scores of given classifiers, and what the reply costs."""
         if fields.training != EVALUATION_KEY:
-            raise ReportedError("request", "the key is not that of evaluations")
+            raise messages.ReportedError("request", "the key is not that of evaluations")
         self.budget.admit(policy, "measurement", EVALUATION_KEY, 0.0)
         evaluation = Evaluation.read(self.kit, fields, to_tensors(request.arrays))
         evaluation.admit(policy)
@@ -199,12 +175,14 @@ class Site:
             spec = request.header["spec"]
             try:
                 self._check_consent(spec, lambda: describe_evaluation(evaluation, spec["run"], policy), policy)
-            except RequestRefused as refusal:
-                raise refusal if is_trusted or refusal.code != "consent" else RequestRefused("classifier") from refusal
+            except messages.RequestRefused as refusal:
+                raise (
+                    refusal if is_trusted or refusal.code != "consent" else messages.RequestRefused("classifier")
+                ) from refusal
         encoder, units, scores = evaluation.measure_all(policy)
         header = {
-            **{name: request.header[name] for name in ECHOED_FIELDS},
-            **{"client": self.kit.name, "encoder": public_encoder_name(encoder)},
+            **{name: request.header[name] for name in messages.ECHOED_FIELDS},
+            **{"client": self.kit.name, "encoder": messages.public_encoder_name(encoder)},
             "units": 0 if policy.score_detail == "none" else units,
             "scores": [policy.allowed_scores(score) for score in scores],
         }
@@ -213,26 +191,29 @@ class Site:
     def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None:
         self.on_adapted(replace(self.handler.trainings[key], world=world), sent, local)
 
-    def _error_reply(self, fields: Header | None, error: Exception) -> Message:
+    def _error_reply(self, fields: messages.Header | None, error: Exception) -> Message:
         """Return a code with its numbers for the server; log everything else here."""
         is_expected = isinstance(error, FedVLMError)
         detail = str(error) if is_expected else "".join(traceback.format_exception(error))
         self.log_text(detail)
-        header = {**{name: getattr(fields, name, None) for name in ECHOED_FIELDS}, "client": self.kit.name}
-        reply = self.sign(Message({**header, "error": encode_error(error)}))
-        direction: Direction = "refused" if isinstance(error, RequestRefused) else "out"
+        header = {**{name: getattr(fields, name, None) for name in messages.ECHOED_FIELDS}, "client": self.kit.name}
+        reply = self.sign(Message({**header, "error": messages.encode_error(error)}))
+        direction: Direction = "refused" if isinstance(error, messages.RequestRefused) else "out"
         if direction == "refused":
             target = f"{getattr(fields, 'kind', '')} {getattr(fields, 'training', '')}"
             log_security(self.kit.folder, "request", "refused", actor="the server", target=target, reason=detail)
         return self._record_reply(direction, fields, reply, error=detail[-2000:])
 
-    def _record_reply(self, direction: Direction, fields: Header | None, reply: Message, **details: Any) -> Message:
+    def _record_reply(
+        self, direction: Direction, fields: messages.Header | None, reply: Message, **details: Any
+    ) -> Message:
         """Write a reply to the ledger and count it, before it leaves."""
         data, entry = to_bytes(reply), {**_ledger_fields(fields), **details}
         self.ledger.add(direction, fields.round if fields else -1, to_tensors(reply.arrays), data, **entry)
         self.budget.count_line(entry)
         if fields and "error" not in details:
-            names = list(reply.arrays) or ["a signature" if fields.kind in SUM_KINDS else "scores only"]
+            content = "a signature" if fields.kind in messages.SUM_KINDS else "scores only"
+            names = list(reply.arrays) or ["numbers about its data" if fields.kind == "describe" else content]
             number = fields.round + 1 if fields.kind in ("round", "sum") else None
             activity = ACTIVITIES.get(fields.kind, f"round {number}")
             facts = {"round": number, "share": self.accuracy if fields.kind == "round" else None}
@@ -253,11 +234,11 @@ class Site:
         """Open a training here, and tell the server what it must know to start it."""
         spec, sent = request.header["spec"], to_tensors(request.arrays)
         if self.kit.test_only:
-            raise RequestRefused("test only")
-        key, settings = training_key(spec), build(spec["identity"])
+            raise messages.RequestRefused("test only")
+        key, settings = messages.training_key(spec), build(spec["identity"])
         if key != request.header["training"]:
-            raise ReportedError("request", "the key of the training does not match its settings")
-        check_plan(spec, settings)
+            raise messages.ReportedError("request", "the key of the training does not match its settings")
+        consent.check_plan(spec, settings)
         folder, opening = self._folder(key), request.header.get("opening", "")
         stored = read_json(folder / "training.json") if (folder / "training.json").exists() else {}
         resumes = bool(opening) and stored.get("opening") == opening
@@ -265,9 +246,9 @@ class Site:
         policy.admit(settings.method, settings.channel, site_training.labels, site_training.groups)
         if policy.consent:
             self._check_consent(
-                spec, lambda: describe_request(spec, settings, site_training, self.budget, policy), policy
+                spec, lambda: consent.describe_request(spec, settings, site_training, self.budget, policy), policy
             )
-            check_consented_size(spec, settings.method.rounds, self.budget, key)
+            consent.check_consented_size(spec, settings.method.rounds, self.budget, key)
         self._admit_tuning(spec, key, site_training, policy)
         self._log_suppressed_classes(site_training, policy)
         if stored:
@@ -280,8 +261,8 @@ class Site:
         shared, local = site_training.world.method.init(frozen)
         is_sum = settings.channel.verified
         header = {
-            **{name: request.header[name] for name in ECHOED_FIELDS},
-            **{"client": self.kit.name, "opened": key, "encoder": public_encoder_name(site_training.encoder)},
+            **{name: request.header[name] for name in messages.ECHOED_FIELDS},
+            **{"client": self.kit.name, "opened": key, "encoder": messages.public_encoder_name(site_training.encoder)},
             **{"classes": list(frozen.classes), "dim": frozen.dim, "scale": frozen.scale, "local": sorted(local)},
             "multi_label": frozen.multi_label,
             # Members of a verified sum add up their counts, and tell nobody their own.
@@ -289,14 +270,9 @@ class Site:
             **template_of(frozen),
             **{"software": fedvlm.__version__, "protocol": PROTOCOL, **data},
         }
-        self.log_event(
-            "opened",
-            method=settings.method.name,
-            rounds=settings.method.rounds,
-            samples=len(member.train),
-            validation=len(member.validation),
-            classes=site_training.n_classes,
-        )
+        counts = {"samples": len(member.train), "validation": len(member.validation)}
+        counts["classes"] = site_training.n_classes
+        self.log_event("opened", method=settings.method.name, rounds=settings.method.rounds, **counts)
         first = {f"shared/{name}": value for name, value in shared.items()}
         texts = {"text": text_of(frozen), "descriptions": frozen.descriptions if is_sum else None}
         first |= {name: value for name, value in texts.items() if value is not None}
@@ -323,14 +299,14 @@ class Site:
     ) -> None:
         """Refuse a request that people have not consented to, and keep it for them."""
         if not (spec["run"]["purpose"].strip() and spec["run"]["contact"].strip()):
-            raise RequestRefused("purpose")
+            raise messages.RequestRefused("purpose")
         try:
-            check_consent(self.kit.folder, policy, plan_hash(spec))
-        except RequestRefused as refusal:
+            consent.check_consent(self.kit.folder, policy, consent.plan_hash(spec))
+        except messages.RequestRefused as refusal:
             if refusal.code in ("consent", "consent ended"):
                 facts = describe()
-                if store_request(self.kit.folder, spec, facts):
-                    self.log_event("asks", plan=plan_hash(spec), **facts)
+                if consent.store_request(self.kit.folder, spec, facts):
+                    self.log_event("asks", plan=consent.plan_hash(spec), **facts)
             raise
 
     def _admit_tuning(self, spec: Mapping[str, Any], key: str, site_training: SiteTraining, policy: Policy) -> None:
@@ -353,7 +329,7 @@ class Site:
         folder = self._folder(key)
         if key not in self.handler.trainings:
             if not (folder / "training.json").exists():
-                raise ReportedError("closed")
+                raise messages.ReportedError("closed")
             spec = read_json(folder / "training.json")
             sent, _ = read_tensors(folder / "reference.safetensors")
             site_training = load_site_training(self.kit, build(spec["identity"]), spec, sent.get("reference"), policy)
@@ -387,17 +363,9 @@ class Site:
         if tensors.max_relative_difference(sent, world.method.send(sent, training.id)) > 0:
             self.log_text(f"{world.method.name} sends each client its own tensors; no classifier is saved")
             return
-        calibrated = fit_calibration(world, sent, local, training.id)
-        classifier = Personalised(
-            world.method,
-            world.frozen,
-            sent,
-            local,
-            training.id,
-            site_training.encoder,
-            calibrated,
-            novelty=fit_client_novelty(world, training.id),
-        )
+        id, encoder, novelty = training.id, site_training.encoder, fit_client_novelty(world, training.id)
+        calibrated = fit_calibration(world, sent, local, id)
+        classifier = Personalised(world.method, world.frozen, sent, local, id, encoder, calibrated, novelty=novelty)
         measured = measure(world, sent, local, training.id)
         counts = measured["test_rows"], measured["test_hits"]
         save_with_card(classifier, ClassifierOrigin(site_training.origin, site_training.title, *counts), place)
@@ -406,15 +374,15 @@ class Site:
 
 
 def _check_same_encoder(stored_spec: Mapping[str, Any], site_training: SiteTraining) -> None:
-    if encoder_fingerprint(stored_spec["encoder"]) != encoder_fingerprint(site_training.encoder):
-        raise ReportedError(
+    if messages.encoder_fingerprint(stored_spec["encoder"]) != messages.encoder_fingerprint(site_training.encoder):
+        raise messages.ReportedError(
             "encoder",
             f"this site began this training with the encoder {stored_spec['encoder']}, and now has "
             f"{site_training.encoder}; use the first one again, or start another experiment",
         )
 
 
-def _ledger_fields(fields: Header | None) -> dict[str, Any]:
+def _ledger_fields(fields: messages.Header | None) -> dict[str, Any]:
     return {name: getattr(fields, name, None) for name in ("kind", "training")}
 
 
@@ -429,14 +397,14 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
         client = None
         try:
             if _wait_for_server(kit, site.log_event, stop):
-                client = FleetClient(kit.address, kit.folder, stop)
+                client = fleet.FleetClient(kit.address, kit.folder, stop)
                 client.connect()
-                serve_requests(client, site.answer, site.log_text)
+                fleet.serve_requests(client, site.answer, site.log_text)
         except FederationError as error:
             reason = describe_refusal(kit, error)
             site.log_text(reason)
             raise FederationError(reason) from error
-        except Stopped:
+        except fleet.Stopped:
             return
         finally:
             if client is not None:
@@ -460,14 +428,14 @@ def _wait_for_server(kit: SiteKit, log_event: EventLogger, stop: Event) -> bool:
 
 def describe_refusal(kit: SiteKit, error: Exception) -> str:
     """Explain why the server does not admit this site, with the remedy."""
-    if not isinstance(error, NotAdmitted | CallRefused):
+    if not isinstance(error, fleet.NotAdmitted | fleet.CallRefused):
         return str(error)
     cause = (
         "its key is not known there, because it was revoked or renewed, has expired, or is of another federation: ask "
         "the server's people, who see it by `fedvlm deploy keys`"
     )
-    if isinstance(error, NotAdmitted) and error.clock:
+    if isinstance(error, fleet.NotAdmitted) and error.clock:
         cause = error.clock
-    elif isinstance(error, CallRefused):
+    elif isinstance(error, fleet.CallRefused):
         cause = "a copy of the kit is connected, or was a minute ago: stop the copy, and start the site again"
     return f"site {kit.name} is not admitted at {kit.address}; {cause} ({error})"

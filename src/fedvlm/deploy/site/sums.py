@@ -5,14 +5,13 @@ leave out and which is erased when the session ends or expires.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
-from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_bytes
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,21 +27,16 @@ from fedvlm.channel.verified import (
     weight_upload,
 )
 from fedvlm.core import Frozen, Tensors, upload_sum
+from fedvlm.deploy.flower.network import LOOPBACK_NAMES, split_address
 from fedvlm.deploy.identity.certificates import key_fingerprint
 from fedvlm.deploy.identity.keys import Signer
 from fedvlm.deploy.kits import SESSION_KEY_FILE, SiteKit, write_secret
-from fedvlm.deploy.messages import (
-    ECHOED_FIELDS,
-    ReportedError,
-    RequestRefused,
-    SumRequest,
-    encoder_fingerprint,
-)
+from fedvlm.deploy.messages import ECHOED_FIELDS, ReportedError, RequestRefused, SumRequest, encoder_fingerprint
 from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
-from fedvlm.deploy.site.training import SiteTraining
+from fedvlm.deploy.site.training import SiteTraining, describe_site
 from fedvlm.deploy.statements import (
     COUNTS_ROUND,
     SCORE_NAMES,
@@ -81,13 +75,7 @@ from fedvlm.storage.files import read_json, read_tensors, write_json, write_tens
 HISTORY_FILE = "sums.json"  # in `state`: members and samples of the sums that this site took part in
 MAX_TEXT_DIFFERENCE = 1e-4  # relative: what the encoders of two machines may differ by
 MAX_DEADLINE_DAYS = 30
-PLAN_TENSORS = {"text", "descriptions", "reference"}
-
-
-class ResultListener(Protocol):
-    """Receive the end of a session."""
-
-    def on_sum_ended(self, key: str, world: World, sent: Tensors, local: Tensors) -> None: ...
+OnEnded = Callable[[str, World, Tensors, Tensors], None]  # a training's key, its world, the final state, local tensors
 
 
 @dataclass(frozen=True)
@@ -151,8 +139,8 @@ def erase_expired_keys(folder: Path) -> None:
 class SumMember:
     """Answer the steps of verified sums for one site."""
 
-    def __init__(self, kit: SiteKit, signer: Signer, federation: str, listener: ResultListener) -> None:
-        self.kit, self.signer, self.federation, self.listener = kit, signer, federation, listener
+    def __init__(self, kit: SiteKit, signer: Signer, federation: str, on_ended: OnEnded) -> None:
+        self.kit, self.signer, self.federation, self.on_ended = kit, signer, federation, on_ended
         self.ledger = Ledger(kit.folder)
         erase_expired_keys(kit.folder)
 
@@ -169,10 +157,21 @@ class SumMember:
         elif fields.kind == "join":
             extra = self.join(fields, sent, site_training, world, policy)
             statement, costs = {}, {"costs": "measurement"}
+        elif fields.kind == "describe":
+            session = Session.read(folder)
+            if not (session.folder / "end.json").exists():
+                raise ReportedError("sum", "the session has not ended here, so it has no sums to compare with")
+            self._check_data(session, world)
+            totals, _ = read_tensors(session.folder / "counts.safetensors")
+            path, _ = session.read_step(session.plan.settings.method.rounds - 1)
+            facts = describe_site(self.kit, site_training, world, totals, path["state/mean"], policy)
+            statement, extra, costs = {}, {"described": facts}, {"costs": "measurement"}
         else:
             session = Session.read(folder)
             self._check_data(session, world)
-            member = _Step(self, session, replace(world, frozen=plan_frozen(session, world.frozen)), policy)
+            member = _Step(
+                self, session, replace(world, frozen=frozen_of_plan(session.plan, session.given, world.frozen)), policy
+            )
             if fields.kind == "counts":
                 statement, masked, is_new = member.count(fields.statements)
                 costs = {"costs": "measurement", "session": statement.session} if is_new else {}
@@ -188,13 +187,7 @@ class SumMember:
         return Message(header, to_arrays(masked)), costs
 
     def agree(
-        self,
-        folder: Path,
-        fields: SumRequest,
-        sent: Tensors,
-        site_training: SiteTraining,
-        world: World,
-        policy: Policy,
+        self, folder: Path, fields: SumRequest, sent: Tensors, site_training: SiteTraining, world: World, policy: Policy
     ) -> Agreement:
         """Check a plan and agree to it with a new session key."""
         plan = read_plan(fields.plan.encode())
@@ -208,18 +201,9 @@ class SumMember:
         erase_key(folder / SESSION_KEY_FILE)
         for path in folder.glob("*"):
             path.unlink()
-        secret, public = new_session_key()
-        salt = token_bytes(32)
-        agreement = sign(
-            Agreement(
-                member=self.kit.name,
-                plan=plan.hash,
-                members=hash_members(plan),
-                key=public,
-                data=commit_data(salt, samples),
-            ),
-            self.signer,
-        )
+        (secret, public), salt = new_session_key(), token_bytes(32)
+        facts = {"plan": plan.hash, "members": hash_members(plan), "data": commit_data(salt, samples)}
+        agreement = sign(Agreement(member=self.kit.name, key=public, **facts), self.signer)
         write_tensors(folder / "plan.safetensors", sent, {})
         (folder / "plan.json").write_bytes(plan.to_bytes())
         write_secret(folder / SESSION_KEY_FILE, secret)
@@ -228,7 +212,7 @@ class SumMember:
 
     def _check_plan(self, plan: Plan, sent: Tensors, site_training: SiteTraining, world: World) -> None:
         """Refuse a plan that is not the opened training, or whose texts are not those of the site's own encoder."""
-        if self.kit.made_by_server and not _is_loopback(self.kit.address):
+        if self.kit.made_by_server and split_address(self.kit.address)[0] not in LOOPBACK_NAMES:
             raise RequestRefused("server key")
         spec, frozen = site_training.spec, world.frozen
         facts = {
@@ -251,16 +235,16 @@ class SumMember:
         except (ValueError, TypeError) as error:
             raise ReportedError("sum", "the plan has no deadline with its time zone") from error
         if not timedelta(0) < left <= timedelta(days=MAX_DEADLINE_DAYS):
-            raise ReportedError(
-                "sum", f"the plan's deadline must be within {MAX_DEADLINE_DAYS} days, got {plan.deadline}"
-            )
+            allowed = f"within {MAX_DEADLINE_DAYS} days"
+            raise ReportedError("sum", f"the plan's deadline must be {allowed}, got {plan.deadline}")
         plan.check_tensors(sent)
         own = plan_tensors(world)
         if own.keys() != sent.keys():
             raise ReportedError("sum", "the plan's class texts or reference samples are not those that this site has")
         for name, value in own.items():
-            limit = 0.0 if name == "reference" else MAX_TEXT_DIFFERENCE
-            if not _is_close({name: value}, {name: sent[name]}, limit):
+            limit, theirs = 0.0 if name == "reference" else MAX_TEXT_DIFFERENCE, sent[name]
+            is_alike = value.shape == theirs.shape and value.dtype == theirs.dtype
+            if not is_alike or tensors.max_relative_difference({"": value}, {"": theirs}) > limit:
                 raise ReportedError("sum", f"the plan's {name} is not what this site's own encoder makes of it")
 
     def _check_data(self, session: Session, world: World) -> None:
@@ -317,7 +301,7 @@ class SumMember:
         name, method = self.kit.name, world.method
         sent = method.send(state, name)
         done = Sequential(world).adapt(method.rounds, [Task(name, sent, local, True)]).replies[name]
-        self.listener.on_sum_ended(key, world, sent, done.local_tensors)
+        self.on_ended(key, world, sent, done.local_tensors)
         coarse = replace(policy, scores="none" if policy.score_detail == "none" else "coarse")
         described = {} if coarse.scores == "none" else describe_local(world, sent, done, True)
         return {"scores": coarse.allowed_scores(done.scores), "described": described}
@@ -352,9 +336,8 @@ class _Step:
     def upload(self, number: int, entries: Any, sent: Tensors) -> tuple[UploadStatement, Tensors, bool]:
         """Check the uploads and the state of the round before, train, and upload under masks."""
         if number >= self.world.method.rounds:
-            raise ReportedError(
-                "sum", f"the plan has {self.world.method.rounds} rounds, and round {number} was asked for"
-            )
+            rounds = self.world.method.rounds
+            raise ReportedError("sum", f"the plan has {rounds} rounds, and round {number} was asked for")
         state, previous, limits = self._check_round(number, entries, sent)
         agreements = self._agreements(read_json(self.session.folder / "agreements.json"))
         identity = expected_upload(session_id(agreements), number, state_digest(state), previous)
@@ -387,14 +370,9 @@ class _Step:
         kept = {k[6:]: v for k, v in self.session.read_step(rounds - 1)[0].items() if k.startswith("local/")}
         local = split_channel_state(kept if rounds else self.world.method.init(self.world.frozen)[1])[0]
         reply = self.member.finish(self.session.folder.parent.name, self.world, state, local, self.policy)
-        statement = EndStatement(
-            member=self.name,
-            session=session_id(self._agreements(read_json(self.session.folder / "agreements.json"))),
-            state=state_digest(state),
-            previous=previous,
-            ledger=self.member.ledger.history().head,
-        )
-        statement = sign(statement, self.member.signer)
+        session = session_id(self._agreements(read_json(self.session.folder / "agreements.json")))
+        words = {"state": state_digest(state), "previous": previous, "ledger": self.member.ledger.history().head}
+        statement = sign(EndStatement(member=self.name, session=session, **words), self.member.signer)
         write_json(path, {"statement": statement.model_dump(mode="json"), "reply": reply})
         erase_key(self.session.folder / SESSION_KEY_FILE)
         return statement, reply, True
@@ -412,8 +390,7 @@ class _Step:
         own = UploadStatement(**header["statement"])
         vectors = {key[7:]: to_vector(value.numpy()) for key, value in sent.items() if key.startswith("upload/")}
         state = {key[6:]: value for key, value in sent.items() if key.startswith("state/")}
-        fields = ("session", "round", "state", "previous", "layout")
-        expected = {name: getattr(own, name) for name in fields}
+        expected = {name: getattr(own, name) for name in ("session", "round", "state", "previous", "layout")}
         statements = read_uploads(entries, vectors, plan, expected)
         if statements[self.name].upload != own.upload:
             raise ReportedError("sum", "the upload of this site was replaced; nothing leaves")
@@ -465,10 +442,8 @@ class _Step:
         integers = to_fixed_point(weighted, len(agreements), context)
         keys = pair_keys(self.session.secret, agreements, self.name, [identity[name] for name in sorted(identity)])
         vector = mask_vector(pack_integers(integers), self.name, keys)
-        statement = UploadStatement(
-            member=self.name, upload=hash_vector(vector), layout=layout_of(upload), **dict(identity)
-        )
-        statement = sign(statement, self.member.signer)
+        words = {**identity, "upload": hash_vector(vector), "layout": layout_of(upload)}
+        statement = sign(UploadStatement(member=self.name, **words), self.member.signer)
         masked = {"masked": torch.from_numpy(vector.view("int64"))}
         kept = {f"{group}/{key}": value for group, of in keep.items() for key, value in of.items()}
         number = identity["round"]
@@ -494,14 +469,8 @@ def plan_tensors(world: World) -> Tensors:
 
 def frozen_of_plan(plan: Plan, given: Tensors, frozen: Frozen) -> Frozen:
     text, negative = split_text(given.get("text"), plan.multi_label)
-    descriptions = given.get("descriptions")
-    return replace(
-        frozen, scale=plan.scale, seed=plan.seed, text=text, negative_text=negative, descriptions=descriptions
-    )
-
-
-def plan_frozen(session: Session, frozen: Frozen) -> Frozen:
-    return frozen_of_plan(session.plan, session.given, frozen)
+    frozen = replace(frozen, scale=plan.scale, seed=plan.seed, descriptions=given.get("descriptions"))
+    return replace(frozen, text=text, negative_text=negative)
 
 
 def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
@@ -529,16 +498,3 @@ def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:
 
 def member_fingerprints(plan: Plan) -> set[str]:
     return {key_fingerprint(plan.federation, member.name, member.key) for member in plan.members}
-
-
-def _is_close(own: Tensors, other: Tensors, limit: float) -> bool:
-    [a], [b] = own.values(), other.values()
-    return a.shape == b.shape and a.dtype == b.dtype and tensors.max_relative_difference(own, other) <= limit
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

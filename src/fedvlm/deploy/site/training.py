@@ -9,17 +9,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.core import make
+from fedvlm.classifier.personalised import Personalised
+from fedvlm.core import MIN_CLASS_CLIENTS, Tensors, make, setting
 from fedvlm.data.partition import ClientSplit
 from fedvlm.data.table import Dataset, EmbeddedTable, align_labels, match_classes
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import ReportedError, normalise_class_name, training_key
 from fedvlm.deploy.site.ledger import upload_cost
-from fedvlm.deploy.site.policy import Policy
+from fedvlm.deploy.site.policy import SCORE_STEPS, Policy
 from fedvlm.deploy.site.snapshot import ChosenSamples, choose_samples
-from fedvlm.engines.client import World, make_client, measure
+from fedvlm.engines.client import World, make_client, measure, predict
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
+from fedvlm.report.data_report import compare_correct, distances_to_rest, measure_images
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.manifest import provenance
 from fedvlm.runner.prepare import (
@@ -35,6 +37,7 @@ from fedvlm.runner.prepare import (
 )
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
+from fedvlm.storage.files import slug
 
 PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
 
@@ -160,13 +163,9 @@ def with_reference(world: World, reference: Tensor | None) -> World:
             f"the server's reference samples have shape {tuple(reference.shape[1:])}, this site's "
             f"{tuple(world.x.shape[1:])}; make the reference with the same encoder"
         )
-    rows = len(world.x)
-    return replace(
-        world,
-        x=torch.cat([world.x, reference.to(world.x.dtype)]),
-        y=torch.cat([world.y, world.y.new_full((len(reference),), -1)]),
-        reference=np.arange(rows, rows + len(reference)),
-    )
+    rows, unlabelled = len(world.x), world.y.new_full((len(reference),), -1)
+    x, y = torch.cat([world.x, reference.to(world.x.dtype)]), torch.cat([world.y, unlabelled])
+    return replace(world, x=x, y=y, reference=np.arange(rows, rows + len(reference)))
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
@@ -236,9 +235,62 @@ def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> di
     scores = {"samples": measured["validation_rows"], "federated": federated}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
         return {**scores, "alone": "?", "advice": "not compared"}  # its samples are patches or pixels
-    probe = replace(world, method=method_for(make("alone"), world.frozen))
-    nothing, initial_local = probe.method.init(probe.frozen)
-    adapted = probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))
-    alone = measure(probe, nothing, adapted, id)["validation_hits"]
+    alone = measure(*_train_alone(world, id), id)["validation_hits"]
     better = "use the federation's classifier" if federated > alone else "keep your own classifier"
     return {**scores, "alone": alone, "advice": better if federated != alone else "no difference"}
+
+
+def describe_site(
+    kit: SiteKit, site_training: SiteTraining, world: World, totals: Tensors, mean: Tensor, policy: Policy
+) -> dict[str, float]:
+    """Describe the site's data, as far as its policy reports scores, against the verified sums of all members.
+
+    `totals` are the sums of class counts, and `mean` is the mean embedding of all that was summed. Counts leave only
+    in plain mode; a site that answers verified sums only tells rounded distances and its rounded gain.
+    """
+    if world.frozen.multi_label:
+        raise ReportedError("findings")
+    if policy.score_detail == "none":
+        return {}
+    name, min_count = kit.name, int(setting(world.method, "min_class_samples") or 1)
+    train = world.members[name].train
+    x, y = world.read(train).double(), world.y[torch.from_numpy(train)]
+    n_classes = len(world.frozen.classes)
+    counts, total = torch.bincount(y, minlength=n_classes).numpy(), totals["counts"][:n_classes].numpy()
+    total = np.where(totals["members"][:n_classes].numpy() >= MIN_CLASS_CLIENTS, total, 0)
+    visible = np.where((counts >= min_count) & (total > 0), counts, 0)
+    own = x[torch.from_numpy(visible)[y] > 0].sum(0)
+    sums = {name: own, "": mean.double() * int(total.sum()) - own}
+    members, sizes = {name: visible, "": total - visible}, {name: int(visible.sum()), "": int((total - visible).sum())}
+    facts: dict[str, float] = {}
+    if min(sizes.values()):
+        facts |= distances_to_rest(name, members, sums, sizes)._asdict()
+    rows = world.members[name].validation
+    if len(rows) and (total[counts > 0] > 0).all():  # else the sum lacks a class of this site
+        truth = world.y[torch.from_numpy(rows)]
+        classifier = Personalised.from_pretrained(kit.folder / "classifiers" / slug(site_training.title))
+        logits = classifier.logits(world.read(rows)), predict(*_train_alone(world, name), rows)
+        facts |= compare_correct(*((part.argmax(1) == truth).numpy() for part in logits))
+    if not policy.plain or policy.score_detail != "exact":
+        exact = ("samples", "difference", "half_width")
+        return {key: round(value * SCORE_STEPS) / SCORE_STEPS for key, value in facts.items() if key not in exact}
+    shown = {f"count {i}": count for i, count in enumerate(counts.tolist()) if not 0 < count < min_count}
+    if site_training.samples is None:  # a rehearsal's
+        return {key: value for key, value in facts.items() if key != "samples"}
+    table = site_training.samples.rows
+    further = {"duplicates": len(table.content) - len(set(table.content))}
+    if table.groups is not None:
+        further["groups"] = len(set(table.groups.tolist()) - {""})
+    if kit.data:
+        everything = {name: np.arange(len(table.labels))}
+        facts |= measure_images(open_data(kit.data, kit.source), table, everything, ignore_progress).get(name, {})
+    facts |= shown | {key: count for key, count in further.items() if not 0 < count < min_count}
+    hidden = ("samples", "measured") if len(shown) < n_classes else ()  # they would reveal a suppressed count
+    return {"min_count": min_count} | {key: value for key, value in facts.items() if key not in hidden}
+
+
+def _train_alone(world: World, id: str) -> tuple[World, Tensors, Tensors]:
+    """Train a classifier on the site's own samples alone; return it as `measure` and `predict` take it."""
+    probe = replace(world, method=method_for(make("alone"), world.frozen))
+    nothing, initial_local = probe.method.init(probe.frozen)
+    return probe, nothing, probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))

@@ -111,16 +111,9 @@ class FlowerEngine:
         for id, reply in replies.items():
             header = reply.header
             upload = to_tensors(reply.arrays) if header["uploads"] else None
-            local = self.local(id, header["version"])
-            done[id] = ClientReply(
-                upload,
-                local,
-                header["scores"],
-                self.rows[id],
-                header["described"],
-                is_encoded=True,
-                releases=header.get("releases", 0),
-            )
+            local, releases = self.local(id, header["version"]), header.get("releases", 0)
+            scores, described = header["scores"], header["described"]
+            done[id] = ClientReply(upload, local, scores, self.rows[id], described, True, releases)
         return RoundReplies(done, dict(self.missing), min_clients=self._required_replies(len(parcels)))
 
     def exchange(self, parcels: Mapping[str, Message], number: int) -> dict[str, Message]:
@@ -254,15 +247,10 @@ class InProcessEngine(FlowerEngine):
 
     def local(self, id: str, version: int) -> Tensors:
         stored, known_versions = self._stored_versions(id), self.known_versions[id]
-        same = {
-            held_version
-            for held_version in stored
-            if held_version in known_versions
-            and not max_relative_difference(known_versions[held_version], stored[held_version])
-        }
-        self.known_versions[id] = {
-            held_version: (known_versions if held_version in same else stored)[held_version] for held_version in stored
-        }
+        for held, values in stored.items():
+            if held in known_versions and not max_relative_difference(known_versions[held], values):
+                stored[held] = known_versions[held]
+        self.known_versions[id] = stored
         return self.known_versions[id][version]
 
     def _stored_versions(self, id: str) -> Versions:
