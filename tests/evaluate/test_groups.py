@@ -147,7 +147,7 @@ def test_a_table_of_tiles_runs_from_training_to_a_prediction_for_each_slide(tmp_
     for slide in range(80):
         label = ("benign", "tumour")[slide // 2 % 2]
         for tile in range(int(draw.integers(5, 20))):
-            shift = 0.8 * (label == "tumour") * (tile % 3 == 0)  # a third of the tiles show it
+            shift = 1.5 * (label == "tumour") * (tile % 3 == 0)  # a third of the tiles show it
             x = ",".join(f"{value:.4f}" for value in draw.normal(size=8) + shift)
             lines.append(f"{('north', 'south')[slide % 2]},slide {slide},{label},{x}")
     table = tmp_path / "tiles.csv"
