@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from fedvlm.cli.options import Encoder, Force, Import, Quiet, Set, Smoke, Source, TableFormat, echo_error
 from fedvlm.cli.progress import progress
+from fedvlm.errors import SettingsError, unknown_name
 
 if TYPE_CHECKING:
     from fedvlm.core import Method
@@ -87,7 +88,6 @@ def run(
 
     Without --method your own data are run with auto. A finished run is read instead of repeated.
     """
-    from fedvlm.errors import SettingsError, unknown_name
     from fedvlm.report.experiment import key_of, load_experiment
     from fedvlm.report.tables import TABLE_FORMS
     from fedvlm.runner.experiment_files import find_experiment, read_toml
