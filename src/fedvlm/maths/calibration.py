@@ -23,6 +23,7 @@ BISECTION_STEPS = 12  # to an interval of 3e-3
 NEWTON_STEPS = 2  # each squares the error
 GAUSS_NEWTON_STEPS = 25
 MAX_STEP = 1.0  # in log weight
+STEP_TOLERANCE = 1e-7  # of a log weight that has converged
 WEIGHT_PRIOR_STD = 1.0  # of a log weight around its start, so that few samples move it little
 TEMPERATURE_PRIOR_STD = 2.0  # of one classifier's log temperature
 
@@ -115,6 +116,8 @@ def fit_log_weights(logits: Tensor, y: Tensor, start: Tensor, prior_std: float =
         hessian = flat @ flat.mT + eye * (gradient.clamp(min=0) + prior_std**-2)
         step = torch.linalg.solve(hessian, gradient + (u - start) * prior_std**-2)
         u = u - step.clamp(-MAX_STEP, MAX_STEP)
+        if float(step.abs().max()) < STEP_TOLERANCE:
+            break
     return u
 
 
