@@ -47,7 +47,7 @@ class FAACLIP(AdamSettings):
     adaptation_weight: float = ranged_field(0.5, NON_NEGATIVE)  # λ of eq. 6
     # "joint" is eq. 5 and 6: one pass of both domains, gradients through both; "apart" is the public code: a pass of
     # each domain through mask and discriminator, without a gradient through the reference samples
-    passes: Literal["joint", "apart"] = "joint"
+    passes: Literal["apart", "joint"] = "apart"
     shared_discriminator: bool = False  # "w/ shared D"
     local_norm: bool = False  # "w/o shared BN"
     mask_duplicates: bool = False  # samples of one class are not negatives of each other
