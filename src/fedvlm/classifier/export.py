@@ -228,6 +228,10 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
         "fedvlm": f"{source['versions']['fedvlm']}, commit {source['commit'] or 'unknown'}"
         + (", changed since" if source["dirty"] else ""),
     }
+    for number, change in enumerate(source.get("history", ()), start=2):
+        classes = f", new classes {', '.join(change['new_classes'])}" if change["new_classes"] else ""
+        changes = f"{change['added']} samples added, {change['removed']} removed{classes}"
+        facts[f"version {number}"] = f"grown from `{change['from']}`: {changes}"
     about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     private = (
         "It holds tensors that were fitted to this client's samples and never left the client: "

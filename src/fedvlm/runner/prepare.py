@@ -315,6 +315,13 @@ def label_tensor(rows: Dataset | EmbeddedTable) -> Tensor:
     return torch.from_numpy(rows.findings[rows.labels].astype(np.int64))
 
 
+def label_keys(label: int | list[int], classes: Sequence[str]) -> list[str]:
+    """Name what a label says: its class, or each known finding; the server chooses the order of the classes."""
+    if isinstance(label, int):
+        return [classes[label]]
+    return [f"{name} {value}" for name, value in zip(classes, label, strict=True) if value >= 0] or ["unknown"]
+
+
 def group_numbers(rows: EmbeddedTable) -> Tensor | None:
     """Return (samples,) the number of each sample's group; a sample without a group is one of its own."""
     if rows.groups is None:
