@@ -37,11 +37,9 @@ from fedvlm.runner.training import collect_lost_trainings, file_name, finished_s
 from fedvlm.runner.tune import check_tunable, reuse_tuned, to_manifest, tune_seeds, with_tuned
 from fedvlm.storage.files import data_name, slug, write_tensors
 
+Outcomes = dict[Path, Record | Exception]
 MAX_OPEN_RUNS = 64  # each holds the lock of its record
-SEEDED_NOISE_NOTE = (
-    "the noise is drawn from the seed, so that the run can be repeated: it costs as much accuracy as a site's noise, "
-    "but protects nothing"
-)
+SEEDED_NOISE_NOTE = "the noise is drawn from the seed, so that the run can be repeated: it protects nothing"
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,9 @@ def execute_all(requests: Sequence[tuple[Settings, Path]], **options: Any) -> li
     return [outcomes[folder] for _, folder in requests]
 
 
-def _execute_chunk(
-    settings_of: Mapping[Path, Settings], load: Loader, options: RunOptions
-) -> dict[Path, Record | Exception]:
+def _execute_chunk(settings_of: Mapping[Path, Settings], load: Loader, options: RunOptions) -> Outcomes:
     tally = ProgressTotal(options.report)
-    outcomes: dict[Path, Record | Exception] = {}
+    outcomes: Outcomes = {}
     runs: dict[Path, _Run] = {}
     with ExitStack() as locks:
         for folder, settings in settings_of.items():
@@ -236,10 +232,8 @@ def _untuned_note(settings: Settings, options: RunOptions) -> list[str]:
     values = asdict(method)
     if "lr" not in tunable_settings(method) or values["lr"] != asdict(make(method.name))["lr"]:
         return []
-    return [
-        f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; tune = ['lr'] "
-        "(--tune lr) chooses it on validation samples"
-    ]
+    hint = "tune = ['lr'] (--tune lr) chooses it on validation samples"
+    return [f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; {hint}"]
 
 
 @dataclass
