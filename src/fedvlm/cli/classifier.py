@@ -131,7 +131,7 @@ def score(
     if as_json:
         typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
     else:
-        rows = [["images", str(evaluation.rows)]]
+        rows = [["images" if group == "image" else "groups", str(evaluation.rows)]]
         rows += [[name, f"{100 * fraction:.2f}"] for name, fraction in evaluation.metrics.items()]
         rows += [[f"recall of {name}", f"{100 * fraction:.2f}"] for name, fraction in evaluation.recall.items()]
         for metric in ("AUC", "AP"):
