@@ -33,7 +33,7 @@ from fedvlm.deploy.flower.processes import (
     start_superlink,
 )
 from fedvlm.deploy.identity.certificates import current_certificate
-from fedvlm.deploy.kits import ServerKit, create_kits, read_server, read_site, to_toml, write_site
+from fedvlm.deploy.kits import ServerKit, create_kits, read_server, read_site, write_site
 from fedvlm.deploy.server.launch import run_over_sites, running_processes, start_site
 from fedvlm.deploy.server.run import DeployedRun
 from fedvlm.deploy.site.service import Site
@@ -42,7 +42,7 @@ from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.sequential import run_client
 from fedvlm.record import Record
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import write_file
+from fedvlm.storage.files import to_toml, write_file
 
 CLASSES, DIM, ROWS, SITES = 65, 512, 200, ["a", "b", "c"]
 

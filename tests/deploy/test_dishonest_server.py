@@ -348,9 +348,9 @@ def wrong_counts(server):
 
 # Attack, what the site says, and the check without which it would go on.
 ATTACKS = {
-    crafted_first_state: ("not what the sum of all members leads to", (sums, "check_same_state")),
-    crafted_state: ("not what the sum of all members leads to", (sums, "check_same_state")),
-    more_tensors: ("other tensors than the sum leads to", (sums, "check_same_state")),
+    crafted_first_state: ("not what the sum of all members leads to", (sums.statements, "check_same_state")),
+    crafted_state: ("not what the sum of all members leads to", (sums.statements, "check_same_state")),
+    more_tensors: ("other tensors than the sum leads to", (sums.statements, "check_same_state")),
     other_settings: ("identity of the plan is not that of the training", (sums.SumMember, "_check_plan")),
     other_seed: ("seed of the plan is not that of the training", (sums.SumMember, "_check_plan")),
     decoy_classes: ("classes of the plan is not that of the training", (sums.SumMember, "_check_plan")),

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from fedvlm.cli import app
 from fedvlm.deploy.identity.certificates import read_own_certificate
 from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.plan import hash_tensors
 from fedvlm.deploy.server.run import choose_mode, join_late
 from fedvlm.deploy.site.peers import add_peer, read_peers
-from fedvlm.deploy.statements import EndStatement, state_digest
+from fedvlm.deploy.statements import EndStatement
 from fedvlm.deploy.transcript import Transcript, find_transcripts, verify_transcript
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import from_records
@@ -60,7 +61,7 @@ def test_sites_and_server_reach_the_state_of_a_simulation(place, name):
         for path in place.site(site).glob(f"state/*/session/step-{rounds - 1}.safetensors"):
             stored, header = read_tensors(path)
             state = {key[6:]: value for key, value in stored.items() if key.startswith("state/")}
-            assert header["statement"]["state"] == state_digest(state)
+            assert header["statement"]["state"] == hash_tensors(state)
     [transcript] = find_transcripts(deployed.folder)
     lines = verify_transcript(transcript, {})
     assert f"{3 * (rounds + 1)} masked uploads are signed" in "\n".join(lines)

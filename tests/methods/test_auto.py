@@ -7,6 +7,7 @@ import torch
 
 from fedvlm.core import make
 from fedvlm.engines.client import make_client
+from fedvlm.maths import head_mixing
 from fedvlm.maths.head_mixing import CANDIDATE_WEIGHTS, MixPrior, mix_client, trust_in_shared
 from fedvlm.maths.logistic_regression import CURVATURE, MAX_SAMPLE_LOSS, RELATIVE_RIDGES, Head, split_head
 from fedvlm.maths.unlabelled import Labelled
@@ -117,6 +118,23 @@ def test_a_poisoned_shared_head_does_not_take_a_client_with_validation_samples_a
     of_mix = (mix.head.logits(test_x.double()).argmax(1) == test_y).double().mean()
     of_alone = (alone.predict(world.frozen, {}, local, test_x).argmax(1) == test_y).double().mean()
     assert of_mix >= of_alone - 0.03
+
+
+def test_a_fit_limited_in_work_is_nearly_the_full_one(monkeypatch):
+    world = made_world()
+    client = clients_of(world)[0]
+    labelled, zero = Labelled(client.x, client.y, client.val_x, client.val_y), Head(torch.zeros(4, 16), torch.zeros(4))
+
+    def own_head():
+        head = mix_client(zero, zero, labelled, torch.zeros(0, 16), MixPrior()).head
+        return head.weight.dtype, head.logits(client.x.to(head.weight.dtype)).argmax(1)
+
+    dtype, predictions = own_head()
+    monkeypatch.setattr(head_mixing, "MAX_FIT_PRODUCTS", 1)
+    few_steps_dtype, few_steps_predictions = own_head()
+    assert (dtype, few_steps_dtype) == (torch.float64, torch.float32)
+    assert (predictions == few_steps_predictions).double().mean() > 0.95
+    assert (few_steps_predictions == client.y).double().mean() > 0.6
 
 
 def test_weights_of_the_parts_are_reported():

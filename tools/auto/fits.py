@@ -26,17 +26,18 @@ class Fits:
         ridges: Tensor,
         anchor: logistic_regression.Head,
         open_classes: Tensor,
+        steps: int = logistic_regression.MAX_STEPS,
         bias_ridge: float | Tensor = logistic_regression.BIAS_RIDGE,
     ) -> logistic_regression.RidgePath:
         key = sha256()
-        for tensor in (x, y, ridges, *anchor, open_classes, torch.as_tensor(bias_ridge)):
+        for tensor in (x, y, ridges, *anchor, open_classes, *map(torch.as_tensor, (steps, bias_ridge))):
             key.update(tensor.contiguous().numpy().tobytes())
         if (digest := key.digest()) in self.known:
             path, seconds = self.known[digest]
             self.saved += seconds
             return path
         begin = process_time()
-        path = self.plain(x, y, ridges, anchor, open_classes, bias_ridge=bias_ridge)
+        path = self.plain(x, y, ridges, anchor, open_classes, steps, bias_ridge=bias_ridge)
         self.known[digest] = path, process_time() - begin
         return path
 

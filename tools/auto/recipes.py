@@ -18,17 +18,16 @@ class Recipe:
 
     def head(self, shared: Head, client: Client, frozen: Frozen) -> Head:
         """Return the client's head."""
-        shared = Head(*(part.double() for part in shared))
         if self.prior is None:
             return shared
-        start = split_head(zero_shot_head(frozen).double())
-        labelled = Labelled(client.x.double(), client.y, client.val_x.double(), client.val_y)
-        return mix_client(shared, start, labelled, client.unlabelled.double(), self.prior).head
+        labelled = Labelled(client.x, client.y, client.val_x, client.val_y)
+        return mix_client(shared, split_head(zero_shot_head(frozen)), labelled, client.unlabelled, self.prior).head
 
 
 SHIPPED = Recipe("as shipped", MixPrior())
 RECIPES = (  # from the simplest
     Recipe("shared head alone", None),
+    Recipe("4 steps of the local head", MixPrior(steps=4)),
     SHIPPED,
     Recipe("local head as strong as the shared one at 64 samples", MixPrior(local_samples=64.0)),
     Recipe("start without the likelihood", MixPrior(likelihood_power=0.0)),
@@ -42,4 +41,4 @@ RECIPES = (  # from the simplest
 
 def n_correct(head: Head, x: torch.Tensor, y: torch.Tensor) -> int:
     """Return how many samples the head classifies correctly."""
-    return int((head.logits(x.double()).argmax(1) == y).sum())
+    return int((head.logits(x.to(head.weight.dtype)).argmax(1) == y).sum())

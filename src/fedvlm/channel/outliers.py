@@ -178,9 +178,8 @@ def unchanged_without(upload_round: UploadRound, dots: Tensor) -> list[bool]:
         if len(keep) < 3:
             return True
         is_long = norms[keep] > MAX_NORM_TO_MEDIAN * norms[keep].median()
-        return not bool(
-            (is_long | (sample_counts[keep] > MAX_SAMPLES_TO_MEDIAN * upload_round.sample_counts[keep].median())).any()
-        )
+        limit = MAX_SAMPLES_TO_MEDIAN * upload_round.sample_counts[keep].median()
+        return not bool((is_long | (sample_counts[keep] > limit)).any())
 
     everyone = list(range(count))
     return [is_unchanged(everyone) and is_unchanged([i for i in everyone if i != out]) for out in everyone]
@@ -196,16 +195,12 @@ def _bound_totals(upload_round: UploadRound, place: int, factor: float, limit: f
     if factor >= 1 and n_samples <= limit:
         return upload_round.uploads[place]
     factor_of_samples = min(1.0, limit / max(n_samples, 1.0))
-    return upload_round.from_means(
-        {key: (factor * value, factor_of_samples * rows) for key, (value, rows) in means.items()}
-    )
+    bounded = {key: (factor * value, factor_of_samples * rows) for key, (value, rows) in means.items()}
+    return upload_round.from_means(bounded)
 
 
 def combine_uploads(upload_round: UploadRound, rule: str, dots: Tensor) -> Tensors:
-    """Combine all uploads by a robust rule: their changes, or the means of their totals.
-
-    Shares of krum and the geometric median are of all tensors at once, of totals unit by unit.
-    """
+    """Combine all uploads by a robust rule: changes with all tensors at once, means of totals unit by unit."""
     if upload_round.upload_sum != "total":
         client_weights = WEIGHTS_FROM_DOTS[rule](dots) if rule in WEIGHTS_FROM_DOTS else None
         out = {}
@@ -285,20 +280,14 @@ def outlier_scores(
     cosines = similarity_to_rest / rest_norm_squared.clamp(min=1e-12).sqrt()
     ratio, ratio_to_similar = norms / norms.median(), norms / _norm_of_similar(norms, unit_dots).clamp(min=1e-300)
     cosine_gaps = cosines.median() - cosines
-    points_elsewhere = cosine_gaps > max(
-        limits.cosine_gap, limits.cosine_gap_deviations * float(cosine_gaps.abs().median())
-    )
-    is_outlier = (
-        (ratio_to_similar > limits.max_norm_ratio)
-        | (ratio_to_similar < 1 / limits.max_inverse_ratio)
-        | points_elsewhere
-    )
+    deviations = limits.cosine_gap_deviations * float(cosine_gaps.abs().median())
+    is_outlier = cosine_gaps > max(limits.cosine_gap, deviations)
+    is_outlier |= (ratio_to_similar > limits.max_norm_ratio) | (ratio_to_similar < 1 / limits.max_inverse_ratio)
     is_outlier |= (ratio > limits.max_ratio_if_elsewhere) & (cosine_gaps > limits.cosine_gap_if_long)
     if len(ids) < MIN_COMPARED_CLIENTS:
         is_outlier[:] = False
-    score_tensors = {"norm": ratio, "alike": ratio_to_similar, "cosine": cosines}
-    score_lists = {key: values.tolist() for key, values in score_tensors.items()} | {"far": is_outlier.tolist()}
-    return {id: {key: values[i] for key, values in score_lists.items()} for i, id in enumerate(ids)}
+    scores = {"norm": ratio, "alike": ratio_to_similar, "cosine": cosines, "far": is_outlier}
+    return {id: {key: values[i].item() for key, values in scores.items()} for i, id in enumerate(ids)}
 
 
 def _norm_of_similar(norms: Tensor, unit: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What an upload goes through: the pipeline at the client, and what the server makes of a round's uploads."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -59,14 +59,11 @@ class UploadPipeline:
         upload = {key: change.get(key, value) for key, value in encoded.items() if key not in scales}
         return steps.apply_change(upload, sent, change)
 
-    def cost(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return what a round costs each client, as 1/z² of its own Gaussian mechanism.
-
-        In a verified sum there is more noise, but a client cannot know that the others add theirs.
-        """
+    def cost(self, ids: Iterable[str]) -> dict[str, float]:
+        """Return a round's cost for each client as 1/z²; in a sum, nobody knows that the others add their noise."""
         if not self.channel.noise_multiplier:
             return {}
-        return dict.fromkeys(weights, sum(step.cost(1.0) for step in self.steps))
+        return dict.fromkeys(ids, sum(step.cost() for step in self.steps))
 
 
 def join_channel_state(local: Tensors, channel_state: Tensors) -> Tensors:
@@ -224,7 +221,7 @@ class UploadReceiver:
     ) -> dict[str, Tensors]:
         """Return the channel states with this round's privacy cost added."""
         states = dict(channel_states)
-        for id, cost in self.pipeline.cost(self._weights_in_sum(received, uploaders)).items():
+        for id, cost in self.pipeline.cost(uploaders).items():
             spent = states[id].get(SPENT_KEY, torch.zeros((), dtype=torch.float64))
             counted = int(states[id].get(COUNTED_KEY, 0))
             count = max(1, received.releases.get(id, 0) - counted)

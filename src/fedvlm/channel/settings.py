@@ -64,10 +64,7 @@ class Channel:
 
 
 def with_deployment_bound(channel: Channel, method: Method) -> Channel:
-    """Bound changes by their median between machines, unless a bound is set or no upload is visible.
-
-    Experiments in one process keep the numbers of their papers.
-    """
+    """Bound changes by their median between machines, unless a bound is set or no upload is visible."""
     if channel.bound or channel.verified or upload_sum(method) is None:
         return channel
     return replace(channel, bound="median")

@@ -5,9 +5,9 @@ honest change can have after it, and says what a round costs in privacy.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,28 +51,28 @@ def change_norm(change: Tensors) -> float:
     return float(torch.linalg.vector_norm(flatten(change).double()))
 
 
-class Step(Protocol):
-    """One step that a client's change goes through."""
+class Step(ABC):
+    """One step that a client's change goes through; by itself it costs no privacy and needs no decoding."""
 
+    @abstractmethod
     def encode(self, change: Tensors, state: Tensors, draw: Draw) -> tuple[Tensors, Tensors]:
         """Return the change as it travels, and what the client keeps for the next round."""
-        ...
 
     def decode(self, encoded: Tensors) -> Tensors:
         """Return the change from what travelled."""
-        ...
+        return encoded
 
+    @abstractmethod
     def bound(self, norm: float, n_values: int) -> float:
         """Return the largest norm that an honest change has after the step, from that before it."""
-        ...
 
-    def cost(self, fraction: float) -> float:
-        """Return 1/z² of a round's Gaussian mechanism; of a verified sum the client has a fraction."""
-        ...
+    def cost(self) -> float:
+        """Return 1/z² of a round's Gaussian mechanism."""
+        return 0.0
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Step):
     """Shorten a change to a norm, in its own direction."""
 
     max_norm: float
@@ -85,18 +85,12 @@ class Clip:
         factor = self.max_norm / length * (1 - 1e-6)
         return {key: value * factor for key, value in change.items()}, state
 
-    def decode(self, encoded: Tensors) -> Tensors:
-        return encoded
-
     def bound(self, norm: float, n_values: int) -> float:
         return self.max_norm
 
-    def cost(self, fraction: float) -> float:
-        return 0.0
-
 
 @dataclass(frozen=True)
-class Noise:
+class Noise(Step):
     """Add Gaussian noise to every value."""
 
     multiplier: float  # z: its standard deviation as a multiple of the clip norm
@@ -106,19 +100,16 @@ class Noise:
         std = self.multiplier * self.max_norm
         return {key: add_noise(change[key], std, draw(*change[key].shape)) for key in sorted(change)}, state
 
-    def decode(self, encoded: Tensors) -> Tensors:
-        return encoded
-
     def bound(self, norm: float, n_values: int) -> float:
         """The norm of noise exceeds its mean by six standard deviations once in a billion uploads."""
         return norm * (1 + self.multiplier * (math.sqrt(n_values) + 6))
 
-    def cost(self, fraction: float) -> float:
-        return fraction / self.multiplier**2
+    def cost(self) -> float:
+        return 1 / self.multiplier**2
 
 
 @dataclass(frozen=True)
-class Quantise:
+class Quantise(Step):
     """Round every value to 8 bits; the rounding error is added to the client's next change.
 
     Values are rounded in blocks, each with a scale of its own, so that rounding never moves a change by more than
@@ -159,9 +150,6 @@ class Quantise:
     def bound(self, norm: float, n_values: int) -> float:
         """Rounding, with the errors of earlier rounds, adds an eighth at most."""
         return norm * ((1 + MAX_RELATIVE_ERROR) / (1 - MAX_RELATIVE_ERROR))
-
-    def cost(self, fraction: float) -> float:
-        return 0.0
 
 
 def client_steps(channel: Channel) -> tuple[Step, ...]:

@@ -79,10 +79,7 @@ class UploadValidator:
             self.uploaded.clear()
 
     def find_majority(self, number: int, uploads: Mapping[str, Tensors], sent: Mapping[str, Tensors]) -> None:
-        """Find the schema that most clients upload which were sent the same.
-
-        Of two that are equally frequent it is the one that is more like what was sent.
-        """
+        """Find the schema that most clients upload which were sent the same; in a tie, one like what was sent."""
         self._start_round(number)
         groups: dict[str, dict[str, Schema]] = {}
         for id in sorted(uploads):
@@ -92,11 +89,8 @@ class UploadValidator:
             votes = Counter(schema_texts.values())
             representatives = {schema_texts[id]: id for id in reversed(schema_texts)}  # one for each schema
             sent_items = tensor_schema(sent[min(schemas)]).items()
-
-            def rank(id: str, schemas: Any = schemas, votes: Any = votes, sent_items: Any = sent_items) -> Any:
-                return votes[str(schemas[id])], -len(schemas[id].items() ^ sent_items)
-
-            best = max(sorted(representatives.values()), key=rank)
+            ranks = {id: (votes[text], -len(schemas[id].items() ^ sent_items)) for text, id in representatives.items()}
+            best = max(sorted(ranks), key=ranks.__getitem__)
             self.majority[sent_key] = (best, schemas[best])
 
     def _schema_without_ragged(self, upload: Tensors) -> Schema:

@@ -143,10 +143,7 @@ def mask_vector(vector: Vector, name: str, pair_keys: Mapping[str, bytes]) -> Ve
 
 
 def count_classes(y: Tensor, n_classes: int, method: Method) -> Tensors:
-    """Return what the first sum holds of a member: samples and 1 for every class that it would contribute to.
-
-    Samples of its small classes count together, as a last entry.
-    """
+    """Return samples, and 1 for every class that a member would contribute to; small classes count together, last."""
     if setting(method, "noise_multiplier"):  # exact counts would not be covered by its ε
         nothing = torch.zeros(n_classes + 1, dtype=torch.int64)
         return {"counts": nothing, "members": nothing, "samples": nothing[0]}

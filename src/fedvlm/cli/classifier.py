@@ -12,21 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from fedvlm.cli.options import (
-    Access,
-    Host,
-    Import,
-    Json,
-    Port,
-    Quiet,
-    Source,
-    TlsCertificate,
-    TlsKey,
-    TokenFile,
-    Training,
-    output_file,
-    parse_pairs,
-)
+from fedvlm.cli import options
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -44,16 +30,16 @@ def predict(
     folder: Folder,
     images: Annotated[list[Path], Argument(help="Images, folders, .zip files or tables of embeddings.")],
     encoder: EncoderOption = "",
-    access: Access = None,
+    access: options.Access = None,
     top: Annotated[int, Option(min=1, help="Print this many classes per image.")] = 1,
     all_classes: Annotated[bool, Option("--all", help="Print all classes.")] = False,
     coverage: Coverage = None,
     reject: Annotated[bool, Option("--reject", help="Mark images unlike any the client has seen.")] = False,
     group: GroupOption = "image",
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of CSV.")] = False,
-    out: Annotated[Path | None, output_file("Write to this file instead of stdout.")] = None,
-    import_: Import = None,
-    quiet: Quiet = False,
+    out: Annotated[Path | None, options.output_file("Write to this file instead of stdout.")] = None,
+    import_: options.Import = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Classify images with an exported classifier.
 
@@ -65,10 +51,10 @@ def predict(
     from fedvlm.classifier.predict import predict as run
     from fedvlm.storage.files import write_file
 
-    options = parse_pairs("--access", access)
+    settings = options.parse_pairs("--access", access)
     with progress() as report:
         on_progress = partial(report, "predicting")
-        predictions = run(folder, images, encoder, options, on_progress, coverage, reject, group)
+        predictions = run(folder, images, encoder, settings, on_progress, coverage, reject, group)
     lines = table(predictions, len(predictions.classes) if all_classes else top, coverage is not None)
     text = _json(predictions, lines) if as_json else _csv(lines)
     if out is None:
@@ -124,12 +110,12 @@ def _json(predictions: "Predictions", lines: list[dict[str, Any]]) -> str:
 def score(
     folder: Folder,
     data: Annotated[str, Argument(help="Labelled images, e.g. in one folder per class; or store:TABLE.")],
-    source: Source = None,
+    source: options.Source = None,
     encoder: EncoderOption = "",
-    access: Access = None,
+    access: options.Access = None,
     coverage: Coverage = None,
     group: GroupOption = "image",
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Evaluate an exported classifier on labelled images.
 
@@ -138,10 +124,10 @@ def score(
     from fedvlm.classifier.predict import score as run
     from fedvlm.report.tables import render_table
 
-    reading, options = parse_pairs("--source", source), parse_pairs("--access", access)
+    reading, settings = options.parse_pairs("--source", source), options.parse_pairs("--access", access)
     with progress() as report:
         on_progress = partial(report, "predicting")
-        evaluation = run(folder, data, reading, encoder, options, on_progress, coverage, group)
+        evaluation = run(folder, data, reading, encoder, settings, on_progress, coverage, group)
     if as_json:
         typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
     else:
@@ -170,14 +156,14 @@ def _report_problems(notes: list[str], skipped: list[tuple[str, str]]) -> None:
 
 def serve(
     folder: Folder,
-    port: Port = 8766,
-    host: Host = "127.0.0.1",
-    token_file: TokenFile = None,
-    tls_cert: TlsCertificate = None,
-    tls_key: TlsKey = None,
+    port: options.Port = 8766,
+    host: options.Host = "127.0.0.1",
+    token_file: options.TokenFile = None,
+    tls_cert: options.TlsCertificate = None,
+    tls_key: options.TlsKey = None,
     encoder: EncoderOption = "",
-    access: Access = None,
-    import_: Import = None,
+    access: options.Access = None,
+    import_: options.Import = None,
 ) -> None:
     """Serve an exported classifier over HTTP, with a page for people.
 
@@ -189,7 +175,7 @@ def serve(
     from fedvlm.serving import create_app, open_service
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    service = open_service(folder, encoder, parse_pairs("--access", access))
+    service = open_service(folder, encoder, options.parse_pairs("--access", access))
     listen(
         lambda token: create_app(service, token),
         host=host,
@@ -206,7 +192,7 @@ def export(
     folder: Annotated[Path, Argument(help="New folder of the classifier.")],
     client: Annotated[str, Option(help="Client whose classifier is exported.")],
     onnx: Annotated[bool, Option("--onnx", help="Also write the head as ONNX.")] = False,
-    import_: Import = None,
+    import_: options.Import = None,
 ) -> None:
     """Export one client's classifier from a run.
 
@@ -224,10 +210,10 @@ def join(
     data: Annotated[str, Argument(help="Images of the new client.")],
     out: Annotated[Path, Option("--output", "-o", help="New folder of the classifier.")],
     client: Annotated[str, Option(help="Name of the new client.")] = "new",
-    source: Source = None,
+    source: options.Source = None,
     encoder: Annotated[str, Option(help="Encoder of the run, if it has moved.")] = "",
-    access: Access = None,
-    training: Training = None,
+    access: options.Access = None,
+    training: options.Training = None,
     train_ratio: Annotated[float, Option(help="Fraction of the samples to train on.")] = 0.8,
 ) -> None:
     """Train a classifier for a late client of a finished run.
@@ -241,9 +227,8 @@ def join(
 
     result = Result(run)
     with progress() as report:
-        rows, notes = embed_for_run(
-            result, data, parse_pairs("--source", source), encoder, parse_pairs("--access", access), report
-        )
+        pairs = options.parse_pairs("--source", source), options.parse_pairs("--access", access)
+        rows, notes = embed_for_run(result, data, pairs[0], encoder, pairs[1], report)
     for message in notes:
         typer.echo(message, err=True)
     done = adapt(result, rows, client, training=training, train_fraction=train_ratio)

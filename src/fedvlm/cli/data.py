@@ -9,45 +9,30 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from fedvlm.cli.options import (
-    Access,
-    Data,
-    Host,
-    Json,
-    Port,
-    Quiet,
-    SectionedGroup,
-    Set,
-    Source,
-    TlsCertificate,
-    TlsKey,
-    TokenFile,
-    examples,
-    output_file,
-    parse_pairs,
-)
+from fedvlm.cli import options
 from fedvlm.cli.progress import progress
+from fedvlm.errors import SettingsError
 
 Precision = Literal["float16", "float32"]
-cache_app = typer.Typer(no_args_is_help=True, cls=SectionedGroup, help="Manage the embedding cache.")
+cache_app = typer.Typer(no_args_is_help=True, cls=options.SectionedGroup, help="Manage the embedding cache.")
 
 
 def embed(
-    data: Data,
+    data: options.Data,
     encoder: Annotated[str, Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
-    source: Source = None,
-    access: Access = None,
+    source: options.Source = None,
+    access: options.Access = None,
     patches: Annotated[bool, Option("--patches", help="Also embed image patches.")] = False,
     precision: Annotated[Precision, Option(help="Precision of the cached embeddings.")] = "float32",
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Embed every image once and cache the result."""
     from fedvlm.runner.load import encode, open_data, open_encoder_with_notes, skipped_messages
 
-    dataset = open_data(data, parse_pairs("--source", source))
+    dataset = open_data(data, options.parse_pairs("--source", source))
     started = monotonic()
     with progress() as report:
-        opened_encoder, notes = open_encoder_with_notes(encoder, parse_pairs("--access", access))
+        opened_encoder, notes = open_encoder_with_notes(encoder, options.parse_pairs("--access", access))
         done = encode(dataset, opened_encoder, patches, precision, report)
     for message in [*notes, *skipped_messages(done)]:
         typer.echo(message, err=True)
@@ -59,11 +44,11 @@ def embed(
 
 
 def partition(
-    data: Data,
-    source: Source = None,
-    set_: Set = None,
+    data: options.Data,
+    source: options.Source = None,
+    set_: options.Set = None,
     seed: Annotated[int | None, Option(help="Seed of the split (default: the first of `seeds`).")] = None,
-    out: Annotated[Path | None, output_file("Also draw the table to this PNG file.")] = None,
+    out: Annotated[Path | None, options.output_file("Also draw the table to this PNG file.")] = None,
     near_duplicates: Annotated[
         bool, Option("--near-duplicates", help="Also list near-duplicates across splits.")
     ] = False,
@@ -75,7 +60,6 @@ def partition(
     from fedvlm.data.splits import SPLITS
     from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
-    from fedvlm.errors import SettingsError
     from fedvlm.report.plots import draw_partition
     from fedvlm.report.tables import render_table
     from fedvlm.runner.load import open_data, smoke_dataset
@@ -83,7 +67,7 @@ def partition(
     from fedvlm.runner.settings import build, override
 
     is_store = data.startswith("store:")
-    values = {"method": "zero-shot", "source": parse_pairs("--source", source)}
+    values = {"method": "zero-shot", "source": options.parse_pairs("--source", source)}
     settings = build(override({**values, "encoder" if is_store else "data": data}, set_ or []))
     rows: EmbeddedTable | SampleList
     if is_store:
@@ -125,14 +109,14 @@ def partition(
 
 
 def data_report(
-    data: Data,
+    data: options.Data,
     encoder: Annotated[str, Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
-    source: Source = None,
-    set_: Set = None,
+    source: options.Source = None,
+    set_: options.Set = None,
     min_count: Annotated[int, Option(min=1, help="Suppress counts below this number.")] = 1,
-    out: Annotated[Path, output_file("HTML file of the report.")] = Path("data-report.html"),
-    as_json: Json = False,
-    quiet: Quiet = False,
+    out: Annotated[Path, options.output_file("HTML file of the report.")] = Path("data-report.html"),
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Describe the data of all sites before training.
 
@@ -146,7 +130,7 @@ def data_report(
     from fedvlm.runner.settings import build, override
 
     names = {"encoder": data} if data.startswith("store:") else {"data": data, "encoder": encoder}
-    values = {"method": "ridge", "protocol": "own-test", "source": parse_pairs("--source", source), **names}
+    values = {"method": "ridge", "protocol": "own-test", "source": options.parse_pairs("--source", source), **names}
     with progress() as report:
         described = describe_data(build(override(values, set_ or [])), min_count, report)
     write_report(described, out)
@@ -159,11 +143,11 @@ def data_report(
 
 def serve_encoder(
     encoder: Annotated[str, Argument(help="Encoder (see `fedvlm list encoders`).")],
-    port: Port = 8765,
-    host: Host = "127.0.0.1",
-    token_file: TokenFile = None,
-    tls_cert: TlsCertificate = None,
-    tls_key: TlsKey = None,
+    port: options.Port = 8765,
+    host: options.Host = "127.0.0.1",
+    token_file: options.TokenFile = None,
+    tls_cert: options.TlsCertificate = None,
+    tls_key: options.TlsKey = None,
 ) -> None:
     """Serve an encoder's embeddings over HTTP, not its weights."""
     import logging
@@ -184,8 +168,8 @@ def serve_encoder(
     )
 
 
-@cache_app.command("ls", epilog=examples("fedvlm cache ls --json"))
-def cache_ls(as_json: Json = False) -> None:
+@cache_app.command("ls", epilog=options.examples("fedvlm cache ls --json"))
+def cache_ls(as_json: options.Json = False) -> None:
     """List cached embeddings by encoder."""
     from dataclasses import asdict
 
@@ -202,7 +186,7 @@ def cache_ls(as_json: Json = False) -> None:
         typer.echo(f"the cache in {cache_directory()} is empty")
 
 
-@cache_app.command("rm", epilog=examples("fedvlm cache rm 66ec"))
+@cache_app.command("rm", epilog=options.examples("fedvlm cache rm 66ec"))
 def cache_rm(fingerprint: Annotated[str, Argument(help="First characters of the encoder's fingerprint.")]) -> None:
     """Remove the cached embeddings of one encoder."""
     from fedvlm.encoders.cache import cache_directory, remove_entry
@@ -211,7 +195,7 @@ def cache_rm(fingerprint: Annotated[str, Argument(help="First characters of the 
     typer.echo(f"removed {entry.rows} embeddings of {entry.encoder} ({entry.bytes / 1e6:.1f} MB)")
 
 
-@cache_app.command("verify", epilog=examples("fedvlm cache verify --drop"))
+@cache_app.command("verify", epilog=options.examples("fedvlm cache verify --drop"))
 def cache_verify(
     fingerprint: Annotated[str, Argument(help="Fingerprint of one encoder (default: all).")] = "",
     drop: Annotated[bool, Option("--drop", help="Remove damaged embeddings; they are embedded again.")] = False,
@@ -232,10 +216,10 @@ def cache_verify(
 
 
 def describe(
-    data: Data,
+    data: options.Data,
     model: Annotated[Path, Option(help="Folder of a text-generation model of transformers.")],
-    out: Annotated[Path, output_file("JSON file of sentences by class.")],
-    source: Source = None,
+    out: Annotated[Path, options.output_file("JSON file of sentences by class.")],
+    source: options.Source = None,
     topic: Annotated[str, Option(help="What the images show, in a few words.")] = "",
     questions: Annotated[int, Option(help="Number of questions per class.")] = 4,
 ) -> None:
@@ -250,7 +234,7 @@ def describe(
     from fedvlm.runner.load import open_data
     from fedvlm.storage.files import write_file as save
 
-    dataset = open_data(data, parse_pairs("--source", source))
+    dataset = open_data(data, options.parse_pairs("--source", source))
     topic = topic or f"an image data set called {dataset.name}"
     with progress() as report:
         sentences = write(

@@ -10,22 +10,12 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer import Argument, Option
 
-from fedvlm.cli.options import (
-    Access,
-    Encoder,
-    Force,
-    Json,
-    SectionedGroup,
-    Set,
-    Source,
-    echo_error,
-    examples,
-    parse_pairs,
-    to_json,
-)
+from fedvlm.cli import options
 from fedvlm.cli.progress import progress
+from fedvlm.errors import FederationError, SettingsError, unknown_name
+from fedvlm.runner.experiment_files import find_experiment, read_toml
 
-deploy_app = typer.Typer(no_args_is_help=True, cls=SectionedGroup, help="Run a federation between real sites.")
+deploy_app = typer.Typer(no_args_is_help=True, cls=options.SectionedGroup, help="Run a federation between real sites.")
 
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -33,7 +23,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 def command(section: str, *lines: str, name: str | None = None) -> Callable[[Command], Command]:
     """Register a command of `fedvlm deploy` in a section of its help, with examples."""
-    return deploy_app.command(name, rich_help_panel=section, epilog=examples(*lines))
+    return deploy_app.command(name, rich_help_panel=section, epilog=options.examples(*lines))
 
 
 Server = Annotated[Path, Argument(help="Folder of the server.")]
@@ -59,8 +49,8 @@ def init(
     from fedvlm.deploy.site.policy import PLAIN_RISK
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    options: dict[str, Any] = {"plain": plain, **({"listen": listen} if listen else {})}
-    central, *kits = create_kits(folder, names, host, port, **options)
+    flags: dict[str, Any] = {"plain": plain, **({"listen": listen} if listen else {})}
+    central, *kits = create_kits(folder, names, host, port, **flags)
     typer.echo(f"{central}: keep this folder on the server")
     typer.echo(f"{central / INVITATION_FILE}: send this to each site that joins; it contains no secret")
     for path in kits:
@@ -73,8 +63,7 @@ def init(
         )
     if kits:
         typer.echo(
-            "ready kits are for rehearsals: their private keys were made here and not at the sites "
-            "(fedvlm deploy renew, at the site, makes one there)"
+            "ready kits are for rehearsals: their private keys were made here; fedvlm deploy renew makes new ones"
         )
 
 
@@ -90,7 +79,6 @@ def server(folder: Server) -> None:
     from fedvlm.deploy.identity.enrolment import describe_server_expiry
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.operations.events import EventTail, format_event
-    from fedvlm.errors import FederationError
     from fedvlm.storage.files import exclusive_lock
 
     _stop_gently()
@@ -118,9 +106,9 @@ def server(folder: Server) -> None:
 def site(
     folder: Site,
     data: Annotated[str | None, Option(help="Images of this site, one folder per class.")] = None,
-    encoder: Encoder = None,
-    source: Source = None,
-    access: Access = None,
+    encoder: options.Encoder = None,
+    source: options.Source = None,
+    access: options.Access = None,
     test_only: Annotated[bool, Option("--test-only", help="Only evaluate classifiers; never train.")] = False,
 ) -> None:
     """Start a site.
@@ -134,8 +122,8 @@ def site(
     _stop_gently()
     site_options: dict[str, Any] = {"data": data, "encoder": encoder, "test_only": test_only or None}
     site_options |= {
-        "source": parse_pairs("--source", source) or None,
-        "access": parse_pairs("--access", access) or None,
+        "source": options.parse_pairs("--source", source) or None,
+        "access": options.parse_pairs("--access", access) or None,
     }
     kit = with_options(read_site(folder), {k: v for k, v in site_options.items() if v is not None})
     with progress() as report:
@@ -152,9 +140,9 @@ def site(
 def run(
     folder: Server,
     experiment: Annotated[str, Argument(help="Experiment name or TOML file.")],
-    set_: Set = None,
+    set_: options.Set = None,
     out: Annotated[Path | None, Option("--output", "-o", help="Folder of the runs.")] = None,
-    again: Force = False,
+    again: options.Force = False,
     quorum: Annotated[float | None, Option(help="Fraction of sites that must reply (default: 0.5).")] = None,
     deadline: Annotated[float | None, Option(help="Seconds a site has for a round (default: 600).")] = None,
     wait: Annotated[float | None, Option(help="Seconds to wait for sites at the start (default: 120).")] = None,
@@ -164,12 +152,12 @@ def run(
     from fedvlm.deploy.server.launch import run_over_sites
 
     kit = read_server(folder)
-    options = {"quorum": quorum, "deadline": deadline, "wait": wait}
-    rules = {key: value for key, value in options.items() if value is not None}
+    flags = {"quorum": quorum, "deadline": deadline, "wait": wait}
+    rules = {key: value for key, value in flags.items() if value is not None}
     with progress() as report:
 
         def go(number: int, settings: Any, place: Path | None) -> Any:
-            return run_over_sites(kit, settings, place, again, report, echo_error, **rules)
+            return run_over_sites(kit, settings, place, again, report, options.echo_error, **rules)
 
         _run_experiment(experiment, set_, go, out)
 
@@ -178,7 +166,7 @@ def run(
 def local(
     experiment: Annotated[str, Argument(help="Experiment name or TOML file.")],
     folder: Annotated[Path, Option("--output", "-o", help="Folder of kits, logs and runs.")] = Path("rehearsal"),
-    set_: Set = None,
+    set_: options.Set = None,
 ) -> None:
     """Rehearse a federation here, with one process per site.
 
@@ -199,7 +187,6 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
     """Execute every run of an experiment and print one table."""
     from fedvlm.deploy.server.launch import describe_absences
     from fedvlm.report.tables import compare_table
-    from fedvlm.runner.experiment_files import find_experiment, read_toml
     from fedvlm.runner.experiments import experiment_runs
     from fedvlm.runner.settings import build
 
@@ -219,11 +206,11 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
 @command("Run", "fedvlm deploy data fed/server --classes cat,dog")
 def data(
     folder: Server,
-    classes: Annotated[str, typer.Option(help="Class names of all sites, e.g. cat,dog.")],
-    out: Annotated[Path, typer.Option("--output", "-o", help="HTML page to write.")] = Path("data-report.html"),
-    purpose: Annotated[str, typer.Option(help="What for, in plain words.")] = "to know the data before training",
-    contact: Annotated[str, typer.Option(help="Who answers questions.")] = "",
-    again: Force = False,
+    classes: Annotated[str, Option(help="Class names of all sites, e.g. cat,dog.")],
+    out: Annotated[Path, Option("--output", "-o", help="HTML page to write.")] = Path("data-report.html"),
+    purpose: Annotated[str, Option(help="What for, in plain words.")] = "to know the data before training",
+    contact: Annotated[str, Option(help="Who answers questions.")] = "",
+    again: options.Force = False,
 ) -> None:
     """Describe the data of all sites before training on one page.
 
@@ -253,7 +240,7 @@ def evaluate(
     classes: Annotated[str, Option(help="Class names for zero-shot alone, e.g. cat,dog.")] = "",
     purpose: Annotated[str, Option(help="What for, in plain words (default: that of the run).")] = "",
     contact: Annotated[str, Option(help="Who answers questions (default: that of the run).")] = "",
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure classifiers on the test samples of all sites.
 
@@ -266,13 +253,13 @@ def evaluate(
 
     names = [name.strip() for name in classes.split(",") if name.strip()]
     kit, statement = read_server(folder), {"purpose": purpose, "contact": contact}
-    done = evaluate_over_sites(kit, classifiers, names, echo_error, **statement)
+    done = evaluate_over_sites(kit, classifiers, names, options.echo_error, **statement)
     for site, reason in done["missing"].items():
         typer.echo(f"{site}: {reason}", err=True)
     for note in done["notes"]:
         typer.echo(note, err=True)
     if as_json:
-        typer.echo(to_json(done))
+        typer.echo(options.to_json(done))
         return
     typer.echo(render_table(*evaluation_table(done), "text"), nl=False)
     typer.echo(f"accuracy in % with 95 % intervals, on test samples; plan {done['plan'][:16]}")
@@ -332,11 +319,8 @@ def consent(
             for topic, text in answers.format_request(folder, request):
                 typer.echo(f"{topic}: {text}")
             typer.echo("")
-        typer.echo(
-            f"accept with: fedvlm deploy consent {folder} --by NAME --plan {requests[0].plan[:8]}"
-            if requests
-            else "no request needs consent"
-        )
+        accept = f"accept with: fedvlm deploy consent {folder} --by NAME --plan "
+        typer.echo(f"{accept}{requests[0].plan[:8]}" if requests else "no request needs consent")
         return
     person = authenticate(folder, by, typer.prompt(f"password or token of {by}", hide_input=True, err=True))
     if withdraw:
@@ -413,7 +397,7 @@ def _stop_gently() -> None:
 
 
 @command("Set up", "fedvlm deploy doctor fed/server")
-def doctor(folder: Folder, as_json: Json = False) -> None:
+def doctor(folder: Folder, as_json: options.Json = False) -> None:
     """Check that a server or a site is ready.
 
     The exit code is 1 if a check fails.
@@ -424,7 +408,7 @@ def doctor(folder: Folder, as_json: Json = False) -> None:
 
     checks = check_folder(folder)
     if as_json:
-        typer.echo(to_json([asdict(check) for check in checks]))
+        typer.echo(options.to_json([asdict(check) for check in checks]))
     for check in () if as_json else checks:
         typer.echo(f"{'ok ' if check.ok else '!! '} {check.check}: {check.detail}")
     if not all(check.ok for check in checks):
@@ -432,20 +416,20 @@ def doctor(folder: Folder, as_json: Json = False) -> None:
 
 
 @command("Monitor", "fedvlm deploy status fed/server --json")
-def status(folder: Folder, as_json: Json = False) -> None:
+def status(folder: Folder, as_json: options.Json = False) -> None:
     """Show the state of a server or a site."""
     from fedvlm.deploy.operations.status import format_status
     from fedvlm.deploy.operations.status import status as state_of
 
     state = state_of(folder)
-    for line in [to_json(state)] if as_json else format_status(state):
+    for line in [options.to_json(state)] if as_json else format_status(state):
         typer.echo(line)
 
 
 @command("Monitor", "fedvlm deploy log fed/server --follow")
 def log(
     folder: Folder,
-    as_json: Json = False,
+    as_json: options.Json = False,
     follow: Annotated[bool, Option("--follow", "-f", help="Keep printing new events.")] = False,
 ) -> None:
     """Print the events of a server or a site."""
@@ -472,7 +456,7 @@ def runs(
     folder: Server,
     stop: Annotated[bool, Option("--stop", help="Stop the current run.")] = False,
     resume: Annotated[str, Option(help="Resume the run of this name.")] = "",
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """List, stop or resume a server's runs."""
     from fedvlm.deploy.kits import read_server
@@ -485,12 +469,12 @@ def runs(
         typer.echo(f"stopped: {', '.join(stop_runs(kit)) or 'no run was active'}")
     elif resume:
         with progress() as report:
-            result = resume_run(kit, resume, report, echo_error)
+            result = resume_run(kit, resume, report, options.echo_error)
         typer.echo(compare_table([result]), nl=False)
     else:
         run_rows = list_runs(folder)
         if as_json:
-            typer.echo(to_json(run_rows))
+            typer.echo(options.to_json(run_rows))
         for run in () if as_json else run_rows:
             typer.echo(f"{run['name']}: {run['method']}, {run['state']}, {run['rounds']} rounds")
         if not run_rows and not as_json:
@@ -511,7 +495,7 @@ def watch(folder: Folder, port: Annotated[int, Option(help="Port of the page; 0 
 def ledger(
     folder: Site,
     head: Annotated[str, Option(help="Check that this earlier head is still in the ledger.")] = "",
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show and verify the ledger of what left a site.
 
@@ -522,7 +506,7 @@ def ledger(
 
     history = Ledger(folder).read()
     if as_json:
-        typer.echo(to_json(history.lines))
+        typer.echo(options.to_json(history.lines))
     else:
         names = ["time", "direction", "kind", "round", "bytes", "content"]
         rows = [[*(str(line.get(key, ""))[:23] for key in names), _describe_line(line)] for line in history.lines]
@@ -557,16 +541,14 @@ def export_app(
     file: Annotated[str | None, Argument(help="Experiment name or TOML file.")] = None,
     method: Annotated[str | None, Option(help="Method (default: auto, or that of the experiment).")] = None,
     data: Annotated[str | None, Option(help="Data, unless every node has its own.")] = None,
-    encoder: Encoder = None,
-    set_: Set = None,
+    encoder: options.Encoder = None,
+    set_: options.Set = None,
 ) -> None:
     """Write an experiment as a plain app for a Flower federation.
 
     It runs with `flwr run` on any SuperLink whose nodes have fedvlm installed.
     """
     from fedvlm.deploy.flower_app.export import export_flower_app
-    from fedvlm.errors import SettingsError, unknown_name
-    from fedvlm.runner.experiment_files import find_experiment, read_toml
     from fedvlm.runner.experiments import experiment_runs
     from fedvlm.runner.settings import build
 

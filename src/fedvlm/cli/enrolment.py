@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from fedvlm.cli.deploy import Folder, Server, Site, command, deploy_app
 from fedvlm.cli.options import echo_error
+from fedvlm.errors import FederationError
 
 __all__ = ["deploy_app"]  # with these commands
 
@@ -38,7 +39,6 @@ def admit(
     """Admit a site after you have compared the fingerprint."""
     from fedvlm.deploy.identity.enrolment import admit_site, read_request
     from fedvlm.deploy.kits import read_server
-    from fedvlm.errors import FederationError
 
     kit = read_server(folder)
     site_request = read_request(kit, request)

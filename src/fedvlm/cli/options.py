@@ -9,6 +9,8 @@ import typer
 import typer.core
 from typer import Argument, Option
 
+from fedvlm.errors import SettingsError
+
 QUIET_KEY = "fedvlm.quiet"  # in the meta of a click context
 
 
@@ -49,7 +51,6 @@ def to_json(value: Any) -> str:
 
 def parse_pairs(option: str, pairs: list[str] | None) -> dict[str, Any]:
     """Read the KEY=VALUE pairs of --source or --access."""
-    from fedvlm.errors import SettingsError
     from fedvlm.runner.settings import override
 
     for pair in pairs or []:

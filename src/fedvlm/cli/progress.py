@@ -22,13 +22,14 @@ class ProgressDisplay(ABC):
         self.starts: dict[str, tuple[float, int]] = {}
         self.last: dict[str, int] = {}
         self.status: dict[str, str] = {}  # of each method, by its latest training
+        self.tenths: dict[str, int] = {}  # that are printed as lines
 
     def __call__(self, task: str, done: int, total: int) -> None:
         now = self.clock()
         if done < self.last.get(task, done + 1):  # the first, or another run of the same name
             self.starts[task] = now, done
             self.status.pop(task, None)
-            self.start_task(task)
+            self.tenths[task] = 0
         self.last[task] = done
         started, first = self.starts[task]
         if now - started >= QUIET_SECONDS and done > first:
@@ -39,9 +40,6 @@ class ProgressDisplay(ABC):
         accuracy = line.get("validation")
         so_far = "" if accuracy is None else f", {100 * accuracy:.1f} % validation accuracy"
         self.status[task] = f"training {line['training']}, round {line['round'] + 1}{so_far}"
-
-    def start_task(self, task: str) -> None:  # noqa: B027 - a bar need not know
-        """Prepare for a new task."""
 
     def title(self, task: str) -> str:
         return task if task not in self.status else f"{task}: {self.status[task]}"
@@ -60,10 +58,6 @@ class ProgressLines(ProgressDisplay):
     def __init__(self, write_line: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
         self.write_line = write_line
-        self.tenths: dict[str, int] = {}
-
-    def start_task(self, task: str) -> None:
-        self.tenths[task] = 0
 
     def show(self, task: str, done: int, total: int, elapsed: float, n_new: int) -> None:
         tenth = TENTHS * done // total if total else TENTHS
@@ -71,10 +65,8 @@ class ProgressLines(ProgressDisplay):
             return
         self.tenths[task] = tenth
         remaining = elapsed / n_new * (total - done)
-        self.write_line(
-            f"{self.title(task)}: {done} of {total}, {clock_time(elapsed)} elapsed, "
-            f"{clock_time(remaining)} left, {rate(task, n_new, elapsed)}"
-        )
+        times = f"{clock_time(elapsed)} elapsed, {clock_time(remaining)} left"
+        self.write_line(f"{self.title(task)}: {done} of {total}, {times}, {rate(task, n_new, elapsed)}")
 
 
 def clock_time(seconds: float) -> str:
@@ -113,13 +105,8 @@ def progress() -> Iterator[ProgressDisplay]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),  # a client's name may have brackets
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
+    title = TextColumn("{task.description}", markup=False)  # a client's name may have brackets
+    columns = (title, BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=False)
     try:
         yield ProgressBars(bar)

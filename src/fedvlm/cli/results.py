@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from fedvlm.cli.options import Import, Json, Quiet, Seed, TableFormat, Training, output_file
 from fedvlm.cli.progress import progress
+from fedvlm.errors import SettingsError, unknown_name
 
 COLUMNS = 100  # of a list of methods
 
@@ -58,7 +59,7 @@ def compare(
     Numbers are in per cent.
     """
     from fedvlm.report.runs import read_runs
-    from fedvlm.report.tables import compare_table as render
+    from fedvlm.report.tables import compare_table
 
     results = [run for path in runs for run in read_runs(path)]
     if paper or item:
@@ -72,7 +73,7 @@ def compare(
 
         typer.echo(compare_subgroups(results, subgroups, column_names, form), nl=False)
         return
-    table = render(results, form, all_columns, traffic=traffic, extra_columns=column_names)
+    table = compare_table(results, form, column_names, all_columns=all_columns, traffic=traffic)
     typer.echo(table, nl=False)
 
 
@@ -88,15 +89,11 @@ def list_(
     from fedvlm.report.tables import render_table
 
     if kind not in LISTS:
-        from fedvlm.errors import unknown_name
-
         raise unknown_name("list", kind, LISTS)
     rows = LISTS[kind]()
     if name:
         rows = [row for row in rows if str(next(iter(row.values()))) == name]
         if not rows:
-            from fedvlm.errors import unknown_name
-
             raise unknown_name(kind, name, [str(next(iter(row.values()))) for row in LISTS[kind]()])
     if not rows and not as_json:
         typer.echo(f"there are no {kind}")
@@ -118,11 +115,8 @@ def list_(
 def _narrow(body: list[list[str]]) -> list[list[str]]:
     """Wrap the second column, so that both fit on a screen."""
     first = max(len("method"), *(len(row[0]) for row in body))
-    return [
-        [name if i == 0 else "", line]
-        for name, summary in body
-        for i, line in enumerate(wrap(summary, COLUMNS - first - 2))
-    ]
+    wrapped = [(name, wrap(summary, COLUMNS - first - 2)) for name, summary in body]
+    return [[name if i == 0 else "", line] for name, lines in wrapped for i, line in enumerate(lines)]
 
 
 def audit(
@@ -138,14 +132,13 @@ def audit(
     The table has each client's uploads and the AUC of a membership inference attack on them.
     """
     from fedvlm.record import Record
-    from fedvlm.report.tables import audit_table
-    from fedvlm.report.tables import write_audit as store
+    from fedvlm.report.tables import audit_table, write_audit
     from fedvlm.runner.audit import audit as look
 
     with progress() as report:
         lines = look(run, training, seed, progress=report)
     if save:
-        store(Record(run), lines)
+        write_audit(Record(run), lines)
     if as_json:
         typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
     else:
@@ -179,7 +172,6 @@ def explain(
     out: Annotated[Path | None, output_file("PNG file (default: in the run's folder).")] = None,
 ) -> None:
     """Draw which parts of an image a run's prompts attend to."""
-    from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
     from fedvlm.report.plots import draw_explanation, draw_prompt_map
 
@@ -191,10 +183,8 @@ def explain(
         return
     assert image is not None
     explained = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
-    typer.echo(
-        f"client {explained.client}: probability of {explained.name} is {explained.probability:.1%}, "
-        f"predicted class is {explained.likeliest}"
-    )
+    probability = f"probability of {explained.name} is {explained.probability:.1%}"
+    typer.echo(f"client {explained.client}: {probability}, predicted class is {explained.likeliest}")
     typer.echo(f"image: {draw_explanation(explained, out or run / f'explain-{image.stem}.png')}")
 
 
@@ -218,7 +208,6 @@ def plot(
     out: Annotated[Path | None, output_file("PNG or SVG file (default: in the run's folder).")] = None,
 ) -> None:
     """Plot one run, or several in one figure."""
-    from fedvlm.errors import SettingsError
     from fedvlm.report.plots import draw_diagrams, draw_runs
     from fedvlm.report.runs import read_runs
 

@@ -23,19 +23,7 @@ from fedvlm.deploy.site.peers import Peer, write_peers
 from fedvlm.deploy.site.policy import POLICY_FILE, example_policy
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.experiment_files import read_toml
-from fedvlm.storage.files import (
-    INDEX_FILE,
-    atomic_write,
-    check_index,
-    exclusive_lock,
-    explain_os_errors,
-    make_private_folder,
-    read_json,
-    to_toml,
-    write_file,
-    write_index,
-    write_json,
-)
+from fedvlm.storage import files
 
 SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join
@@ -151,7 +139,7 @@ def write_site(kit: SiteKit) -> None:
     """Write a kit's options into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
     table = {"format": KIT_FORMAT, **{name: value for name, value in values.items() if value}}
-    write_file(kit.folder / "site.toml", to_toml(table).encode())
+    files.write_file(kit.folder / "site.toml", files.to_toml(table).encode())
 
 
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
@@ -173,17 +161,17 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     papers = create_certificates(host)
     central = folder / "server"
     for path in (folder, central, central / certificates.SITES_FOLDER, *(folder / f"site-{name}" for name in sites)):
-        make_private_folder(path)
+        files.make_private_folder(path)
     write_secret(central / "signing.key", signing)
     for name in ("server.key", "ca.key"):
         write_secret(central / name, papers[name])
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),
-        ("server.toml", to_toml({"format": KIT_FORMAT, "address": address, **server}).encode()),
+        ("server.toml", files.to_toml({"format": KIT_FORMAT, "address": address, **server}).encode()),
         ("README.txt", SERVER_README.encode()),
     ):
-        write_file(central / file, data)
+        files.write_file(central / file, data)
     words = {"address": address, "ca": papers["ca.crt"].decode(), "server": server_pub.decode()}
     certificates.write_document(central / INVITATION_FILE, "invitation", words)
     for name in sites:
@@ -195,7 +183,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
         )
         write_site(replace(read_site(folder / f"site-{name}"), made_by_server=True))
         if server.get("plain"):
-            write_file(folder / f"site-{name}" / POLICY_FILE, example_policy(plain=True).encode())
+            files.write_file(folder / f"site-{name}" / POLICY_FILE, example_policy(plain=True).encode())
     for name in sites:  # in a rehearsal nobody has to compare keys that were made here
         others = [other for other in sites if other != name]
         peers = [Peer(other, certificates.current_certificate(central, other).fingerprint, "init") for other in others]
@@ -210,10 +198,10 @@ def fill_site_folder(folder: Path, site_certificate: certificates.SiteCertificat
         ("server.pub", site_certificate.server.encode()),
         ("ca.crt", site_certificate.ca.encode()),
     ):
-        write_file(folder / file, data, 0o600)
+        files.write_file(folder / file, data, 0o600)
     for file, text in ((POLICY_FILE, example_policy()), ("README.txt", SITE_README.format(folder.name))):
         if not (folder / file).exists():
-            write_file(folder / file, text.encode())
+            files.write_file(folder / file, text.encode())
     kit = read_site(folder) if (folder / "site.toml").exists() else SiteKit(folder, site_certificate.site, "")
     kit = replace(kit, name=site_certificate.site, address=site_certificate.address)
     write_site(replace(kit, made_by_server=False))
@@ -235,7 +223,7 @@ def write_secret(path: Path, data: bytes) -> None:
 def record_folders(folder: Path) -> dict[str, Path]:
     """Return the records of a server's runs by name; one outside its folder is named by its path."""
     inside = {path.parent.name: path.parent for path in sorted((folder / "runs").glob("*/manifest.json"))}
-    listed = read_json(folder / RECORDS_FILE) if (folder / RECORDS_FILE).exists() else []
+    listed = files.read_json(folder / RECORDS_FILE) if (folder / RECORDS_FILE).exists() else []
     return inside | {path: Path(path) for path in listed if (Path(path) / "manifest.json").exists()}
 
 
@@ -243,8 +231,8 @@ def register_record(folder: Path, record: Path) -> None:
     """Register a record outside the server's folder, so that its commands find it."""
     place = record.resolve()
     if place.parent != (folder / "runs").resolve() and str(place) not in record_folders(folder):
-        listed = read_json(folder / RECORDS_FILE) if (folder / RECORDS_FILE).exists() else []
-        write_json(folder / RECORDS_FILE, [*(path for path in listed if path != str(place)), str(place)])
+        listed = files.read_json(folder / RECORDS_FILE) if (folder / RECORDS_FILE).exists() else []
+        files.write_json(folder / RECORDS_FILE, [*(path for path in listed if path != str(place)), str(place)])
 
 
 KIT_FILES = ("server.toml", "site.toml")  # one of them makes a folder a server's or a site's
@@ -264,11 +252,11 @@ def write_backup(folder: Path, file: Path) -> int:
         raise SettingsError(f"there is no folder {file.parent} for the backup; create it first")
     is_site = (folder / "site.toml").is_file()
     message = f"site {folder} is running, and its ledger must not change meanwhile; stop the site first"
-    with exclusive_lock(folder / ".lock", message) if is_site else nullcontext(), _snapshot(folder) as copy:
-        write_index(copy)
-        files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
-        names = [INDEX_FILE, *sorted(files - {INDEX_FILE})]
-        with atomic_write(file) as draft_path:
+    with files.exclusive_lock(folder / ".lock", message) if is_site else nullcontext(), _snapshot(folder) as copy:
+        files.write_index(copy)
+        stored = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+        names = [files.INDEX_FILE, *sorted(stored - {files.INDEX_FILE})]
+        with files.atomic_write(file) as draft_path:
             os.close(os.open(draft_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             with tarfile.open(draft_path, "w") as archive:
                 for name in names:
@@ -284,15 +272,15 @@ def restore_backup(file: Path, folder: Path) -> int:
         raise SettingsError(f"there is no backup {file}; name a file that `fedvlm deploy backup` wrote")
     if not folder.parent.is_dir():
         raise SettingsError(f"there is no folder {folder.parent} to restore into; create it first")
-    with explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
+    with files.explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / "folder"
-        make_private_folder(made)
+        files.make_private_folder(made)
         try:
             with tarfile.open(file, "r:") as archive:
                 archive.extractall(made, filter="data")
-            bad = check_index(made)
+            bad = files.check_index(made)
             paths = {str(path.relative_to(made)) for path in made.rglob("*") if not path.is_dir() or path.is_symlink()}
-            unlisted = paths - {INDEX_FILE, *read_json(made / INDEX_FILE)["files"]}
+            unlisted = paths - {files.INDEX_FILE, *files.read_json(made / files.INDEX_FILE)["files"]}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
             raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
@@ -302,7 +290,7 @@ def restore_backup(file: Path, folder: Path) -> int:
             raise DataError(
                 f"{file} holds {min(unlisted)[:80]!r}, which is not in its index: somebody added it; use another backup"
             )
-        (made / INDEX_FILE).unlink()
+        (made / files.INDEX_FILE).unlink()
         made.rename(folder)
     return len(paths) - 1
 
@@ -320,7 +308,7 @@ def _snapshot(folder: Path) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".jsonl":  # a line that is being written is not in it yet
                 data = path.read_bytes()
-                write_file(target, data[: data.rfind(b"\n") + 1], stat.S_IMODE(path.stat().st_mode))
+                files.write_file(target, data[: data.rfind(b"\n") + 1], stat.S_IMODE(path.stat().st_mode))
             elif path.suffix == ".db":
                 with closing(sqlite3.connect(path)) as source_db, closing(sqlite3.connect(target)) as two:
                     source_db.backup(two)

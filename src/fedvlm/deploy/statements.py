@@ -133,11 +133,6 @@ def read_agreements(entries: Any, plan: Plan) -> dict[str, Agreement]:
     return agreements
 
 
-def session_id(agreements: Mapping[str, Agreement]) -> str:
-    """Return the hash of plan, members and all session keys."""
-    return hash_statements(agreements)
-
-
 def expected_upload(session: str, number: int, state: str, previous: str) -> dict[str, Any]:
     return {"session": session, "round": number, "state": state, "previous": previous}
 
@@ -217,7 +212,7 @@ def initial_shared(method: Method, frozen: Frozen, members: int) -> Tensors:
 def read_ends(entries: Any, plan: Plan, state: Tensors) -> dict[str, EndStatement]:
     """Return what all members signed at the end, if it is this state."""
     ends = read_statements(EndStatement, entries, plan)
-    if {end.state for end in ends.values()} != {state_digest(state)}:
+    if {end.state for end in ends.values()} != {hash_tensors(state)}:
         raise FederationError("the members have not signed this state at the end of the session; it is not used")
     if len({(end.session, end.previous) for end in ends.values()}) > 1:
         raise FederationError("the members have signed the ends of different sessions; they are not used")
@@ -256,7 +251,7 @@ def _is_same(own: Tensor, posted: Tensor) -> bool:
 def pair_keys(secret: bytes, agreements: Mapping[str, Agreement], name: str, bound: Sequence[Any]) -> dict[str, bytes]:
     """Return the mask key with every other member, bound to session, pair, purpose and what `bound` says."""
     private, out = X25519PrivateKey.from_private_bytes(secret), {}
-    salt = bytes.fromhex(session_id(agreements))
+    salt = bytes.fromhex(hash_statements(agreements))
     for peer, agreement in agreements.items():
         if peer != name:
             try:
@@ -272,10 +267,6 @@ def new_session_key() -> tuple[bytes, str]:
     """Return a private X25519 key and its public part in hexadecimal."""
     private = X25519PrivateKey.generate()
     return private.private_bytes_raw(), private.public_key().public_bytes_raw().hex()
-
-
-def state_digest(state: Tensors) -> str:
-    return hash_tensors(state)
 
 
 def to_vector(array: Any) -> verified.Vector:

@@ -9,25 +9,10 @@ import torch
 
 from fedvlm.channel.verified import Vector
 from fedvlm.core import Tensors
+from fedvlm.deploy import statements
 from fedvlm.deploy.identity.certificates import key_fingerprint
-from fedvlm.deploy.plan import Plan, read_plan
+from fedvlm.deploy.plan import Plan, hash_tensors, read_plan
 from fedvlm.deploy.site.peers import Peer, normalise_fingerprint
-from fedvlm.deploy.statements import (
-    COUNTS_ROUND,
-    Statement,
-    check_same_state,
-    expected_upload,
-    hash_statements,
-    is_total,
-    next_state,
-    open_sum,
-    read_agreements,
-    read_ends,
-    read_uploads,
-    session_id,
-    state_digest,
-    to_vector,
-)
 from fedvlm.errors import DataError, FederationError, FedVLMError
 from fedvlm.storage.files import read_json, read_tensors, write_file, write_json, write_tensors
 
@@ -54,8 +39,8 @@ class Transcript:
         plan.check_tensors(tensors)
         return plan, tensors
 
-    def write_agreements(self, statements: Mapping[str, Statement]) -> None:
-        write_json(self.folder / "agreements.json", to_entries(statements))
+    def write_agreements(self, signed: Mapping[str, statements.Statement]) -> None:
+        write_json(self.folder / "agreements.json", to_entries(signed))
 
     def read_agreements(self) -> list[Any]:
         return list(read_json(self.folder / "agreements.json"))
@@ -64,29 +49,31 @@ class Transcript:
         return self.folder / f"sum-{number}.safetensors"
 
     def write_sum(
-        self, number: int, statements: Mapping[str, Statement], vectors: Mapping[str, Vector], state: Tensors
+        self, number: int, signed: Mapping[str, statements.Statement], vectors: Mapping[str, Vector], state: Tensors
     ) -> None:
         """Write the uploads of a round with the state that they were computed at."""
         flat = {f"upload/{name}": torch.from_numpy(vector.view("int64")) for name, vector in vectors.items()}
         flat |= {f"state/{key}": value for key, value in state.items()}
-        write_tensors(self.sum_path(number), flat, {"statements": to_entries(statements)})
+        write_tensors(self.sum_path(number), flat, {"statements": to_entries(signed)})
 
     def read_sum(self, number: int) -> tuple[list[Any], dict[str, Vector], Tensors]:
         """Return statements, masked uploads and the state of a round."""
         flat, header = read_tensors(self.sum_path(number))
-        vectors = {key[7:]: to_vector(value.numpy()) for key, value in flat.items() if key.startswith("upload/")}
+        vectors = {
+            key[7:]: statements.to_vector(value.numpy()) for key, value in flat.items() if key.startswith("upload/")
+        }
         return header["statements"], vectors, {k[6:]: v for k, v in flat.items() if k.startswith("state/")}
 
-    def write_end(self, statements: Mapping[str, Statement], state: Tensors) -> None:
-        write_tensors(self.folder / "end.safetensors", state, {"statements": to_entries(statements)})
+    def write_end(self, signed: Mapping[str, statements.Statement], state: Tensors) -> None:
+        write_tensors(self.folder / "end.safetensors", state, {"statements": to_entries(signed)})
 
     def read_end(self) -> tuple[list[Any], Tensors]:
         state, header = read_tensors(self.folder / "end.safetensors")
         return header["statements"], state
 
 
-def to_entries(statements: Mapping[str, Statement]) -> list[dict[str, Any]]:
-    return [statements[name].model_dump(mode="json") for name in sorted(statements)]
+def to_entries(signed: Mapping[str, statements.Statement]) -> list[dict[str, Any]]:
+    return [signed[name].model_dump(mode="json") for name in sorted(signed)]
 
 
 def find_transcripts(run: Path) -> list[Transcript]:
@@ -121,34 +108,35 @@ def _verify(transcript: Transcript, peers: Mapping[str, Peer]) -> list[str]:
         if name in peers and normalise_fingerprint(peers[name].fingerprint) != normalise_fingerprint(fingerprint):
             raise FederationError(f"the key of {name} is not the one that {peers[name].compared_by} compared")
     compared = [name for name in names if name in peers]
-    agreements = read_agreements(transcript.read_agreements(), plan)
-    session, previous, rounds = session_id(agreements), hash_statements(agreements), settings.method.rounds
-    entries, vectors, _ = transcript.read_sum(COUNTS_ROUND)
-    expected = expected_upload(session, COUNTS_ROUND, state_digest({}), previous)
-    previous = hash_statements(read_uploads(entries, vectors, plan, expected))
+    agreements = statements.read_agreements(transcript.read_agreements(), plan)
+    session = previous = statements.hash_statements(agreements)  # of plan, members and all session keys
+    rounds = settings.method.rounds
+    entries, vectors, _ = transcript.read_sum(statements.COUNTS_ROUND)
+    expected = statements.expected_upload(session, statements.COUNTS_ROUND, hash_tensors({}), previous)
+    previous = statements.hash_statements(statements.read_uploads(entries, vectors, plan, expected))
     end_entries, final = transcript.read_end()
     after = None
     for number in range(rounds):
         entries, vectors, state = transcript.read_sum(number)
         if after is not None:
-            check_same_state(after, state)
-        statements = read_uploads(
-            entries, vectors, plan, expected_upload(session, number, state_digest(state), previous)
+            statements.check_same_state(after, state)
+        signed = statements.read_uploads(
+            entries, vectors, plan, statements.expected_upload(session, number, hash_tensors(state), previous)
         )
-        layout = statements[names[0]].layout
-        total, _ = open_sum(vectors.values(), layout, is_total(settings))
-        after = next_state(settings, state, total, names, plan.multi_label)
-        previous = hash_statements(statements)
+        layout = signed[names[0]].layout
+        total, _ = statements.open_sum(vectors.values(), layout, statements.is_total(settings))
+        after = statements.next_state(settings, state, total, names, plan.multi_label)
+        previous = statements.hash_statements(signed)
     if after is not None:
-        check_same_state(after, final)
-    ends = read_ends(end_entries, plan, final)
+        statements.check_same_state(after, final)
+    ends = statements.read_ends(end_entries, plan, final)
     if any((end.session, end.previous) != (session, previous) for end in ends.values()):
         raise FederationError("the members ended another session than the one of these uploads")
     return [
         f"plan {plan.hash[:16]}: {settings.method.name}, {rounds} rounds, {len(names)} members",
         f"session {session[:16]}: every member agreed to this plan and these members",
         f"{len(names) * (rounds + 1)} masked uploads are signed, and their sums lead to every state",
-        f"the final state {state_digest(final)[:16]} is signed by {', '.join(names)}",
+        f"the final state {hash_tensors(final)[:16]} is signed by {', '.join(names)}",
         *(f"{name}: fingerprint {fingerprints[name]}{'' if name in peers else ' (not compared)'}" for name in names),
         *([] if compared else ["no fingerprint was compared: name a site's folder with --site"]),
     ]

@@ -125,12 +125,9 @@ class UploadSums:
         return out
 
     def write(self) -> None:
-        values = {
-            f"{number}/{kind}/{key}": value
-            for kind, all in (("before", self.before), ("total", self.total))
-            for number, round_tensors in all.items()
-            for key, value in round_tensors.items()
-        }
+        kinds = (("before", self.before), ("total", self.total))
+        rounds = [(f"{number}/{kind}", held) for kind, of in kinds for number, held in of.items()]
+        values = {f"{place}/{key}": value for place, held in rounds for key, value in held.items()}
         files.write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
 
     def add(self, number: int, shared: Tensors, decoded: DecodedUploads) -> None:
@@ -144,8 +141,7 @@ class UploadSums:
         self.write()
 
     def remove_site(self, method: Method, site: str, uploads: Uploads) -> Tensors:
-        """Return what would be shared if the site had never taken part, and subtract it here; the caller writes the
-        file."""
+        """Return what would be shared without the site, and subtract it here; the caller writes the file."""
         if sorted(self.sites) != list(range(method.rounds)):
             raise NotRemovableError("not all of its rounds were recorded")
         shared = self.before[0]
@@ -255,10 +251,7 @@ def _applied_to(kit: ServerKit, file: Path) -> str:
 
 
 def read_withdrawal(kit: ServerKit, file: Path, accepted_of: str = "") -> tuple[str, dict[str, dict[int, Tensors]]]:
-    """Return the site that signed the file, and its uploads by training and round.
-
-    The signature of a file that was accepted before is not checked again: the site's key has ended since.
-    """
+    """Return who signed the file, unless it was accepted before and its key has ended, and the uploads by round."""
     try:
         message = from_bytes(files.read_regular(file, MAX_WITHDRAWAL_BYTES), inf)
         fields = parse(Withdrawal, message.header, "the withdrawal")

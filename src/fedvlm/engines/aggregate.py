@@ -112,13 +112,9 @@ def _largest_value(upload: Tensors) -> float:
 
 def _drop_upload(decoded: DecodedUploads, place: int, reason: str) -> DecodedUploads:
     keep = [i for i in range(len(decoded.ids)) if i != place]
-    return replace(
-        decoded,
-        ids=[decoded.ids[i] for i in keep],
-        uploads=[decoded.uploads[i] for i in keep],
-        weights=decoded.weights[torch.tensor(keep)],
-        refused={**decoded.refused, decoded.ids[place]: reason},
-    )
+    ids, uploads = [decoded.ids[i] for i in keep], [decoded.uploads[i] for i in keep]
+    refused = {**decoded.refused, decoded.ids[place]: reason}
+    return replace(decoded, ids=ids, uploads=uploads, weights=decoded.weights[torch.tensor(keep)], refused=refused)
 
 
 def drop_refused(answers: RoundReplies, refused: Mapping[str, str], participants: Sequence[str]) -> RoundReplies:

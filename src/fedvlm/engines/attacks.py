@@ -29,10 +29,7 @@ def flip_labels(world: World, ids: Sequence[str]) -> World:
 def apply_attack(
     terms: TrainingTerms, ids: Sequence[str], number: int, tasks: Sequence[Task], answers: RoundReplies
 ) -> RoundReplies:
-    """Replace the uploads of attackers in the replies of a round.
-
-    `ids` are all training clients. Colluding clients know the uploads of all others.
-    """
+    """Replace the uploads of attackers among all training clients `ids`; colluding ones know all other uploads."""
     attack = terms.attack
     uploading_tasks = [task for task in tasks if task.id in answers.replies and answers.replies[task.id].upload]
     attacker_ids = set() if attack is None else choose_attackers(attack, ids, terms.seed)

@@ -79,12 +79,8 @@ def pad_clients(clients: Sequence[Client]) -> Client:
         return out
 
     padding_values = {"y": -1, "order": -1, "val_y": -1, "reference_order": -1}
-    return Client(
-        *(
-            stack((getattr(client_data, part.name) for client_data in clients), padding_values.get(part.name, 0))
-            for part in fields(Client)
-        )
-    )
+    names = [part.name for part in fields(Client)]
+    return Client(*(stack((getattr(one, key) for one in clients), padding_values.get(key, 0)) for key in names))
 
 
 def fill_rows(world: client.World, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,10 +163,7 @@ MAX_CLIENTS_PER_CHUNK = 32
 
 
 def make_chunks(world: client.World, tasks: Sequence[client.Task], chunk_factor: int = 1) -> list[list[client.Task]]:
-    """Group tasks by size, largest first, so that little is padded and processes end together.
-
-    `times` as much as suits the cache of a core may be together.
-    """
+    """Group tasks by size, largest first, so that little is padded and processes end together."""
     width = 4 * prod(world.x.shape[1:])
     out: list[list[client.Task]] = []
     longest = local_bytes = 0
@@ -251,12 +244,9 @@ def run_stacked(world: client.World, number: int, tasks: Sequence[client.Task]) 
             return upload, new_local
 
         uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
-    return {
-        task.id: client.ClientReply(
-            {key: value[i] for key, value in uploads.items()},  # views: all are used, or none
-            tensors.select(locals_, i),
-            scores[i],
-            len(world.members[task.id].train),
-        )
-        for i, task in enumerate(tasks)
-    }
+    replies = {}
+    for i, task in enumerate(tasks):
+        upload = {key: value[i] for key, value in uploads.items()}  # views: all are used, or none
+        rows = len(world.members[task.id].train)
+        replies[task.id] = client.ClientReply(upload, tensors.select(locals_, i), scores[i], rows)
+    return replies

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedule
+from fedvlm.data.partition import ClientSplit
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.findings import measure_findings
 from fedvlm.evaluate.metrics import compute_metrics, diagram_data, prediction_details
@@ -24,21 +25,6 @@ PREDICTION_BYTES = 64 << 20  # bytes of samples that are predicted at once
 MANY_CLIENTS = 2000  # clients above which scores are only counts: their few samples give no curves
 
 
-class Member(Protocol):
-    """One client as row numbers of the table of samples."""
-
-    @property
-    def train(self) -> NDArray[np.int64]: ...
-    @property
-    def validation(self) -> NDArray[np.int64]: ...
-    @property
-    def test(self) -> NDArray[np.int64]: ...
-    @property
-    def calibration(self) -> NDArray[np.int64]: ...
-    @property
-    def unlabelled(self) -> NDArray[np.int64]: ...
-
-
 @dataclass(frozen=True)
 class ClientRows:
     """Row numbers of one client's samples."""
@@ -48,6 +34,9 @@ class ClientRows:
     test: NDArray[np.int64]
     calibration: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     unlabelled: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+Member = ClientRows | ClientSplit
 
 
 def member_rows(member: Member) -> list[NDArray[np.int64]]:
@@ -146,10 +135,7 @@ class World(TrainingTerms):
 
 @dataclass(frozen=True)
 class RemoteState:
-    """The version of local tensors that are at their client, as the server knows it.
-
-    A version is the number of the round that made it plus one, and 0 before any.
-    """
+    """The version of local tensors at their client: the round that made it plus one, 0 before any."""
 
     version: int = 0
     names: tuple[str, ...] = ()  # of the tensors, as far as the server knows them
@@ -320,13 +306,8 @@ def evaluation_rows(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[n
 
 def score_counts(loss: float, rows: Sequence[int], n_correct: Sequence[int]) -> Scores:
     """Return scores as they are recorded, of validation and test; without samples there is no loss."""
-    return {
-        **({"loss": loss} if rows[0] else {}),
-        "validation_rows": rows[0],
-        "validation_hits": n_correct[0],
-        "test_rows": rows[1],
-        "test_hits": n_correct[1],
-    }
+    validation = {"validation_rows": rows[0], "validation_hits": n_correct[0]}
+    return ({"loss": loss} if rows[0] else {}) | validation | {"test_rows": rows[1], "test_hits": n_correct[1]}
 
 
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
@@ -411,10 +392,7 @@ def pool_groups(logits: Tensor, y: Tensor, groups: Tensor, rule: GroupRule) -> t
 
 
 def limit_small_classes(world: World, id: str, client: Client) -> Client:
-    """Leave out of an upload what comes from too few groups: a patient with 40 images counts once.
-
-    A method counts samples by itself; here the samples of a class with too few groups get no label.
-    """
+    """Remove the labels of classes with too few groups, so that a patient with 40 images counts once."""
     minimum = world.method.traits.classes.min_class_samples or 1
     if world.groups is None or minimum <= 1:
         return client

@@ -98,10 +98,7 @@ def run_rounds(
 
 
 def sum_limits(terms: client.TrainingTerms, plan: Plan) -> Tensors:
-    """Sum the class counts of a verified sum's members first; return what their uploads may hold.
-
-    Between machines the sites do this themselves.
-    """
+    """Sum the class counts of a verified sum first, as sites do by themselves; return what uploads may hold."""
     if not terms.channel.verified or not isinstance(terms, client.World):
         return {}
     if len(plan.train) < MIN_SUM_MEMBERS:
@@ -211,11 +208,9 @@ class _Training:
     def _is_large(self, state: State, ids: Sequence[str]) -> bool:
         """Tell whether the tensors of a round's clients are too large to be in memory at once."""
         initial_local = self.initial_local
-        if (
-            len(ids) <= CLIENTS_PER_PART
-            or isinstance(initial_local, client.RemoteState)
-            or not can_sum_uploads(self.terms)
-        ):
+        if isinstance(initial_local, client.RemoteState) or len(ids) <= CLIENTS_PER_PART:
+            return False
+        if not can_sum_uploads(self.terms):
             return False
         bytes_per_client = tensors.count_bytes(state.shared) + 2 * tensors.count_bytes(initial_local)
         return bytes_per_client * len(ids) > LARGE_ROUND_BYTES
@@ -223,19 +218,14 @@ class _Training:
     def _run_in_parts(
         self, state: State, receiver: UploadReceiver, everyone: Sequence[str], ids: Sequence[str]
     ) -> _RoundResult:
-        """Run a round of a large federation: uploads are summed as they come, and none is kept.
-
-        Clients are compared with those of their part, which have similar numbers of samples: little is padded.
-        """
+        """Run a round of a large federation by clients of similar size; uploads are summed as they come."""
         sizes = self.terms.members if isinstance(self.terms, client.World) else {}
         by_size = sorted(everyone, key=lambda id: -len(sizes[id].train)) if sizes else everyone
         tasks: dict[str, client.Task] = {}
         replies: dict[str, client.ClientReply] = {}
         agreement, total, local = UploadAgreement(state.shared), UploadSums(upload_sum(self.terms.method)), state.local
-        parts = (
-            self.make_tasks(state, by_size[first : first + CLIENTS_PER_PART], ids)
-            for first in range(0, len(everyone), CLIENTS_PER_PART)
-        )
+        size = CLIENTS_PER_PART
+        parts = (self.make_tasks(state, by_size[at : at + size], ids) for at in range(0, len(everyone), size))
         for part_tasks, answered in run_parts(self.engine, state.round, parts):
             decoded = self._decode(receiver, state, part_tasks, answered)
             local = update_local(local, {id: answered.replies[id].local for id in decoded.ids})
@@ -297,10 +287,8 @@ class _Training:
         local: dict[str, client.Local] = {}
         descriptions: dict[str, Mapping[str, float]] = {}
         untrained: Mapping[str, float] | None = None  # the description of all clients that never took part
-        parts = (
-            self.make_tasks(state, everyone[first : first + size], train_ids)
-            for first in range(0, len(everyone), max(1, size))
-        )
+        places = range(0, len(everyone), max(1, size))
+        parts = (self.make_tasks(state, everyone[at : at + size], train_ids) for at in places)
         for _, answered in run_parts(self.engine, method.rounds, parts, last=True):
             replies = {id: answered.replies[id] for id in sorted(answered.replies)}
             scores |= {id: reply.scores for id, reply in replies.items()}
@@ -369,11 +357,10 @@ def client_drift(
         step_counts = [epochs * steps_per_epoch for epochs, steps_per_epoch in counts]
         start, ends = tensors.flatten(shared), [tensors.flatten(entry) for entry in uploads]
         out["difference"] = largest_gradient_difference(start, ends, step_counts, method.lr)
+        own = {id: reply.description for id, reply in done.items()}  # as clients on other machines report it
         conditions = [
-            method.condition(client.as_tensors(entry.local))
-            if entry.description is None
-            else entry.description.get("condition")
-            for entry in done.values()
+            method.condition(client.as_tensors(done[id].local)) if about is None else about.get("condition")
+            for id, about in own.items()
         ]
         known_conditions = [float(entry) for entry in conditions if entry is not None]
         if len(known_conditions) == len(conditions):  # a site may withhold its own

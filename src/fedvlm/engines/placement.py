@@ -57,10 +57,7 @@ def device_of(method: Method) -> torch.device:
 
 
 def with_resident_rows(world: World) -> World:
-    """Return the world with its samples on the method's device, if they take little of its memory.
-
-    They go there once, and are gone with the world.
-    """
+    """Return the world with its samples on the method's device, once, if they take little of its memory."""
     device, x = device_of(world.method), world.x
     if device.type == "cpu" or not isinstance(x, Tensor) or x.device == device:
         return world
@@ -74,10 +71,7 @@ def with_resident_rows(world: World) -> World:
 
 
 def chunk_factor(device: torch.device, size: int) -> int:
-    """Return how often a chunk for a core's cache fits into a device's free memory, as a power of two.
-
-    A CPU gains nothing from more than once.
-    """
+    """Return how often a chunk for a core's cache fits into a GPU's free memory, as a power of two; 1 for a CPU."""
     free_bytes = None if device.type == "cpu" else free_device_memory(device)
     return 1 if free_bytes is None else 1 << max(0, (free_bytes // FREE_MEMORY_DIVISOR // size).bit_length() - 1)
 

@@ -96,11 +96,8 @@ def pack_state(state: State) -> tuple[Tensors, dict[str, Any]]:
     """
     store = state.local if isinstance(state.local, ClientStateStore) else None
     local = {"local": {} if store is not None else state.local, "best_local": state.best_local or {}}
-    groups: dict[str, Mapping[str, Tensors]] = {
-        "shared": {"": state.shared},
-        "best_shared": {"": state.best_shared or {}},
-        "channel": state.channel,
-    }
+    groups: dict[str, Mapping[str, Tensors]] = {"shared": {"": state.shared}, "channel": state.channel}
+    groups["best_shared"] = {"": state.best_shared or {}}
     for group, by in local.items():
         groups[group] = {id: tensors for id, tensors in by.items() if not isinstance(tensors, RemoteState)}
     flat: Tensors = {} if store is None else {PLACES_KEY: store.commit()}

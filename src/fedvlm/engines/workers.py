@@ -109,10 +109,7 @@ Place = tuple[int, torch.dtype, torch.Size]  # offset, type and shape of a tenso
 
 
 class WorkerConnection:
-    """A connection to one worker: messages through a pipe, tensors through shared memory.
-
-    A message is put together, given, taken and read before there is another one.
-    """
+    """A connection to one worker: one message at a time through a pipe, tensors through shared memory."""
 
     def __init__(self, connection: "Connection[Any, Any]", room: mmap) -> None:
         self.connection, self.memory = connection, room

@@ -23,6 +23,7 @@ BISECTION_STEPS = 12  # to an interval of 3e-3
 NEWTON_STEPS = 2  # each squares the error
 GAUSS_NEWTON_STEPS = 25
 MAX_STEP = 1.0  # in log weight
+STEP_TOLERANCE = 1e-7  # of a log weight that has converged
 WEIGHT_PRIOR_STD = 1.0  # of a log weight around its start, so that few samples move it little
 TEMPERATURE_PRIOR_STD = 2.0  # of one classifier's log temperature
 
@@ -115,6 +116,8 @@ def fit_log_weights(logits: Tensor, y: Tensor, start: Tensor, prior_std: float =
         hessian = flat @ flat.mT + eye * (gradient.clamp(min=0) + prior_std**-2)
         step = torch.linalg.solve(hessian, gradient + (u - start) * prior_std**-2)
         u = u - step.clamp(-MAX_STEP, MAX_STEP)
+        if float(step.abs().max()) < STEP_TOLERANCE:
+            break
     return u
 
 
@@ -164,14 +167,8 @@ def calibrate_findings(val_logits: Tensor, val_y: Tensor, logits: Tensor, y: Ten
     fits = []
     for finding in range(y.shape[1]):
         known, val_known = y[:, finding] >= 0, val_y[:, finding] >= 0
-        fits.append(
-            calibrate(
-                binary_logits(val_logits[val_known, finding]),
-                val_y[val_known, finding],
-                binary_logits(logits[known, finding]),
-                y[known, finding],
-            )
-        )
+        val_binary, binary = binary_logits(val_logits[val_known, finding]), binary_logits(logits[known, finding])
+        fits.append(calibrate(val_binary, val_y[val_known, finding], binary, y[known, finding]))
     return Calibration(0.0, min(fit.rows for fit in fits), y.new_zeros(0).double(), y.new_zeros(0), tuple(fits))
 
 

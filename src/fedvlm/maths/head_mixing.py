@@ -10,11 +10,12 @@ from torch import Tensor
 from fedvlm.maths import logistic_regression
 from fedvlm.maths.calibration import fit_log_scale, fit_log_weights
 from fedvlm.maths.gaussian_classes import class_membership
-from fedvlm.maths.logistic_regression import MAX_SAMPLE_LOSS, Head, split_head, summed_cross_entropy
+from fedvlm.maths.logistic_regression import MAX_SAMPLE_LOSS, MAX_STEPS, Head, split_head, summed_cross_entropy
 from fedvlm.maths.unlabelled import Frequencies, Labelled, MixturePrior, fit_mixture, mix_in
 
 CANDIDATE_WEIGHTS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 FIXED_WEIGHTS = (0.0, 1 / 16, 1 / 4, 1.0)
+MAX_FIT_PRODUCTS = 1.3e9  # multiplications of samples by directions by classes in a fit; above, it takes fewer steps
 MIN_LOG_FRACTION = -20.0  # of a head in a client's mix
 MIXES_PER_CHUNK = 8  # all at once would need much memory
 LOG10_PENALTIES = (2, 1, 0, -1, -2, -3, -4)  # of a client's own regression: log10 of ridge · n_samples
@@ -30,6 +31,7 @@ class MixPrior(NamedTuple):
     log10_penalty_std: float = 2.0
     poisoned: float = 0.1  # probability that the shared head is worse for the client than the start head
     start_anchor: float = 0.01  # probability that the local head had better be drawn to the start head
+    steps: int = MAX_STEPS  # of its regression, at most
     temperature_std: float = 0.5  # of the log scale of a head's logits
     equal_classes: float = 0.95  # probability that the client's classes are equally frequent
     frequency_log_weight: float = -0.7
@@ -85,9 +87,12 @@ def mix_client(shared: Head, start_head: Head, client: Labelled, unlabelled: Ten
     move all weights from there. `start_head` is zero-shot, or zeros: what is left if the shared head is poisoned.
     Samples without a label then pull the mix to Gaussian classes, as far as validation samples are more likely.
     """
+    dtype = torch.float64 if fit_steps(client, len(shared.bias)) == MAX_STEPS else torch.float32
+    shared, start_head = (Head(*(part.to(dtype) for part in head)) for head in (shared, start_head))
+    client = client._replace(x=client.x.to(dtype), val_x=client.val_x.to(dtype))
     trust = trust_in_shared(shared, start_head, client, prior)
     received, shared = shared, Head(*(trust * a + (1 - trust) * b for a, b in zip(shared, start_head, strict=True)))
-    counts = class_membership(client.y, len(shared.bias)).sum(0)
+    counts = class_membership(client.y, len(shared.bias)).sum(0).to(dtype)
     n_samples, frequencies = counts.sum(), prior.frequencies(counts)
     prior_head = Head(torch.zeros_like(shared.weight), frequencies.log_prior(counts))
     local = local_head(shared, start_head, client, prior)
@@ -101,7 +106,7 @@ def mix_client(shared: Head, start_head: Head, client: Labelled, unlabelled: Ten
     weights = fit_log_weights(logits, client.val_y, start).exp()
     head, mixture_weight = split_head((weights[:, None, None] * heads).sum(0)), weights.new_zeros(())
     if len(unlabelled):
-        mixture = fit_mixture(head, client, unlabelled, frequencies, prior.mixture)
+        mixture = fit_mixture(head, client, unlabelled.to(dtype), frequencies, prior.mixture)
         head, mixture_weight = mix_in(head, mixture, client.val_x, client.val_y, prior.mixture)
     weights = torch.cat([trust * weights[:1], weights[1:]]) * (1 - mixture_weight)
     own = head.joined() - weights[0] * received.joined()
@@ -121,17 +126,25 @@ def trust_in_shared(shared: Head, start_head: Head, client: Labelled, prior: Mix
     return 1 / (1 + prior.poisoned * excess.expm1())
 
 
+def fit_steps(client: Labelled, n_classes: int) -> int:
+    """Return the steps of a client's own regression: fewer for many samples and classes, and then in float32."""
+    n_samples = int((client.y >= 0).sum())
+    products = n_samples * min(n_samples, client.x.shape[1]) * n_classes
+    return int(min(max(MAX_FIT_PRODUCTS // max(products, 1), 1), MAX_STEPS))
+
+
 def local_head(shared: Head, start_head: Head, client: Labelled, prior: MixPrior) -> Head:
     """Return the average of regressions on the client's samples, drawn to the shared or the start head by a ridge.
 
     Their weights are their prior probability times the likelihood of the validation samples.
     """
-    log10_penalties = shared.weight.new_tensor(LOG10_PENALTIES)
+    n_steps = fit_steps(client, len(shared.bias))
+    log10_penalties = client.x.new_tensor(LOG10_PENALTIES[:: 1 if n_steps == MAX_STEPS else 2])
     ridges = 10**log10_penalties / (client.y >= 0).sum().clamp(min=1)
     all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=client.y.device)
     paths = [
         logistic_regression.fit_ridge_path(
-            client.x, client.y, ridges, anchor, all_classes, bias_ridge=ridges[:, None]
+            client.x, client.y, ridges, anchor, all_classes, min(n_steps, prior.steps), bias_ridge=ridges[:, None]
         ).heads.joined()
         for anchor in (shared, start_head)
     ]

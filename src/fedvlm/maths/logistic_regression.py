@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedvlm.tensors import remember_latest
+
 RIDGES = tuple(10.0**-k for k in range(1, 8))  # from hardly any change to nearly separable
 DEFAULT_RIDGE = 1e-4  # without validation samples
 BIAS_RIDGE = 1e-9  # of the bias: keeps that of a class without samples finite
@@ -73,7 +75,7 @@ def fit_ridge_path(
     """Fit a head per ridge over the classes that are open; the others keep the anchor's row. y = -1 is padding.
 
     W - W_anchor lies in the span of the samples, so it is fitted in their singular basis, in which the metric
-    curvature · S² / n + ridge is diagonal for every ridge at once.
+    curvature · S² / n + ridge is diagonal for every ridge at once. The fit has the precision of `ridges`.
     """
     regression = _prepare_regression(x, y, ridges, anchor, open_classes, bias_ridge, class_weights)
     position = regression.zeros()
@@ -100,14 +102,11 @@ def fit_converged_path(
     for _ in range(NEWTON_STEPS):
         direction = regression.newton_direction(logits, position)
         step, logit_step = regression.search(logits, position, direction, 2 * LINE_SEARCH_STEPS)
-        before, after = (
-            regression.objective(*at) for at in ((logits, position), (logits + logit_step, position + step))
-        )
+        points = ((logits, position), (logits + logit_step, position + step))
+        before, after = (regression.objective(*point) for point in points)
         is_better = (after <= before)[:, None, None]
-        position, logits = (
-            position + torch.where(is_better, step, 0.0),
-            logits + torch.where(is_better, logit_step, 0.0),
-        )
+        position = position + torch.where(is_better, step, 0.0)
+        logits = logits + torch.where(is_better, logit_step, 0.0)
     return regression.path(position, regression.gradient(logits, position))
 
 
@@ -189,22 +188,30 @@ def _prepare_regression(
     bias_ridge: float | Tensor,
     class_weights: Tensor | None,
 ) -> _Regression:
-    real = y >= 0
-    x = torch.where(real[:, None], x.double(), 0.0)
-    sample_weights = real.double() / real.sum().clamp(min=1)
+    dtype, real = ridges.dtype, y >= 0
+    sample_weights = real.to(dtype) / real.sum().clamp(min=1)
     if class_weights is not None:
         sample_weights = sample_weights * class_weights[y.clamp(min=0)]
-    left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
-    rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (samples, rank + 1)
-    ridges = ridges.double()[:, None]
+    x = x.to(dtype)
+    rows, size, right = _singular_basis(x, y)
+    ridges = ridges[:, None]
     ridge_weights = torch.cat([ridges.expand(-1, len(size)), ridges * 0 + bias_ridge], 1)
     curvature = torch.cat([CURVATURE * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE)])
     scale = (curvature + ridge_weights).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
     ridge_weights = ridge_weights[:, :, None] * scale.square()
-    truth = (y.clamp(min=0)[:, None] == torch.arange(len(open_classes), device=y.device)).double()
+    truth = (y.clamp(min=0)[:, None] == torch.arange(len(open_classes), device=y.device)).to(dtype)
     closed = torch.where(open_classes, 0.0, -torch.inf)
-    start = (anchor.logits(x.to(anchor.weight.dtype)).double() + closed).expand(len(ridges), -1, -1)
+    x = torch.where(real[:, None], x, 0.0).to(anchor.weight.dtype)
+    start = (anchor.logits(x).to(dtype) + closed).expand(len(ridges), -1, -1)
     return _Regression(rows, right, truth, sample_weights, ridge_weights, scale, start, anchor)
+
+
+@remember_latest  # one decomposition serves several anchors
+def _singular_basis(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (samples, rank + 1) samples in their singular basis with a last coordinate of 1, values and the basis."""
+    x = torch.where((y >= 0)[:, None], x, 0.0)
+    left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
+    return torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1), size, right
 
 
 def conjugate_gradients(multiply: Callable[[Tensor], Tensor], target: Tensor, diagonal: Tensor) -> Tensor:
@@ -407,9 +414,8 @@ def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: fl
     gradients = known.gradients + ridge_weights * (known.points - anchor)
     penalties = (ridge_weights * (known.points - anchor).square()).sum((1, 2)) / 2
     best = int((known.losses + penalties).argmin())
-    steps, changes = (
-        torch.cat([values[:best], values[best + 1 :]]) - values[best] for values in (known.points, gradients)
-    )
+    pair = known.points, gradients
+    steps, changes = (torch.cat([values[:best], values[best + 1 :]]) - values[best] for values in pair)
     direction = block_bfgs_direction(
         gradients[best], steps, changes, lambda q: torch.cholesky_solve(q.mT.contiguous(), root).mT
     )

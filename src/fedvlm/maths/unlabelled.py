@@ -62,8 +62,8 @@ def fit_mixture(
     Validation samples set temperatures and class frequencies only. Rows of zeros are padding.
     """
     n_classes, head = len(start.bias), start
-    truth = class_membership(labelled.y, n_classes)
-    counts = truth.sum(0) + class_membership(labelled.val_y, n_classes).sum(0)
+    truth, val_truth = (class_membership(y, n_classes).to(unlabelled.dtype) for y in (labelled.y, labelled.val_y))
+    counts = truth.sum(0) + val_truth.sum(0)
     x = torch.cat([labelled.x * (labelled.y >= 0)[:, None], unlabelled])
     for _ in range(prior.steps):
         logits = _with_background(head, labelled, unlabelled, prior)

@@ -126,16 +126,12 @@ class Auto(StatisticsSettings):
         return means
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        shared = Head(sent["weight"].double(), sent["bias"].double())
-        start_head = split_head(_logistic.zero_shot_head(frozen).double())
-        labelled = Labelled(client.x.double(), client.y, client.val_x.double(), client.val_y)
-        mix = head_mixing.mix_client(shared, start_head, labelled, client.unlabelled.double(), head_mixing.MixPrior())
+        shared, start_head = Head(sent["weight"], sent["bias"]), split_head(_logistic.zero_shot_head(frozen))
+        labelled = Labelled(client.x, client.y, client.val_x, client.val_y)
+        mix = head_mixing.mix_client(shared, start_head, labelled, client.unlabelled, head_mixing.MixPrior())
         own = split_head(mix.own)
-        return {
-            "weight change": own.weight.float(),
-            "bias change": own.bias.float(),
-            "mix weights": mix.weights.float(),
-        }
+        changes = {"weight change": own.weight, "bias change": own.bias, "mix weights": mix.weights}
+        return {key: value.float() for key, value in changes.items()}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         shared = local["mix weights"][0]  # apart from the change: a poisoned head may be too large for a difference

@@ -5,7 +5,7 @@ Images are neither stored nor logged. Requests are checked and limited as those 
 
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,7 @@ class ClassifierService:
 
     def predict(self, body: Any) -> tuple[dict[str, Any], int]:
         """Predict one image or embedding."""
-        names = [name for name in ("image", "embedding") if isinstance(body, dict) and name in body]
-        if len(names) != 1:
-            raise RequestRefused(422, "the body must be a JSON object with either image or embedding")
-        (name,) = names
+        name = _only_name(body, "image", "embedding")
         options, heatmap = self._options(body), body.get("heatmap", False)
         if not isinstance(heatmap, bool):
             raise RequestRefused(422, "heatmap must be true or false")
@@ -88,10 +85,7 @@ class ClassifierService:
 
     def predict_batch(self, body: Any) -> tuple[dict[str, Any], int]:
         """Predict several images or embeddings."""
-        names = [name for name in ("images", "embeddings") if isinstance(body, dict) and name in body]
-        if len(names) != 1:
-            raise RequestRefused(422, "the body must be a JSON object with either images or embeddings")
-        predictions = self._predict(body, names[0], self._options(body))
+        predictions = self._predict(body, _only_name(body, "images", "embeddings"), self._options(body))
         return {"predictions": [self._describe(prediction) for prediction in predictions]}, len(predictions)
 
     def _options(self, body: Mapping[str, Any]) -> Options:
@@ -176,6 +170,13 @@ class ClassifierService:
         return "\n".join(lines) + "\n"
 
 
+def _only_name(body: Any, *names: str) -> str:
+    given = [name for name in names if isinstance(body, dict) and name in body]
+    if len(given) != 1:
+        raise RequestRefused(422, f"the body must be a JSON object with either {' or '.join(names)}")
+    return given[0]
+
+
 def open_service(folder: str | Path, encoder: str = "", access: Mapping[str, Any] | None = None) -> ClassifierService:
     """Load a classifier and its encoder; one that was trained on embeddings alone takes embeddings alone."""
     classifier = Personalised.from_pretrained(folder, encoder)
@@ -256,9 +257,8 @@ def _request(service: ClassifierService, is_batch: bool) -> dict[str, Any]:
     embedding = {"type": "array", "items": {"type": "number"}, "minItems": dim, "maxItems": dim}
     image = {"type": "string", "format": "byte", "description": "An image file in base64."}
     coverage = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_COVERAGE}
-    options: Sequence[tuple[str, Any]] = [("image", image), ("embedding", embedding)]
     forms = []
-    for name, schema in options:
+    for name, schema in (("image", image), ("embedding", embedding)):
         items = {"type": "array", "items": schema, "minItems": 1, "maxItems": service.max_batch}
         key, value = (f"{name}s", items) if is_batch else (name, schema)
         properties = {key: value, "coverage": coverage} | ({} if is_batch else {"heatmap": {"type": "boolean"}})

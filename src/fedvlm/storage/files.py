@@ -43,10 +43,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside a file; it replaces the file if nothing failed.
-
-    A reader finds the old file or the new one, also after a kill or a power cut.
-    """
+    """Yield a temporary path beside a file, which replaces it as a whole if nothing failed, also after a power cut."""
     draft_path = path.with_name(f".{path.name}.{os.getpid()}")
     with explain_os_errors(path):
         make_folder(path.parent)
@@ -208,10 +205,7 @@ def encode_tensors(tensors: Tensors, metadata: Mapping[str, Any]) -> bytes:
 
 
 def decode_tensors(data: bytes) -> tuple[Tensors, Any]:
-    """Return tensors and metadata; a flipped bit or a missing end raises `DamagedError`.
-
-    A checksum finds accidents, not forgers: who may send at all is the transport's to say.
-    """
+    """Return tensors and metadata; a flipped bit raises `DamagedError`. It finds accidents, not forgers."""
     from safetensors.torch import load
 
     try:
@@ -269,8 +263,7 @@ def _json_chunks(value: Any, indent: int | None) -> Iterator[bytes]:
 
 
 def _indented_chunks(value: Any, indent: int, level: int = 1) -> Iterator[str]:
-    """As JSON with a line for all that is `LINES` deep, such as a client: Python's encoder in C,
-    ten times as fast as its other one, has no lines."""
+    """Encode with a line for all that is MAX_LINE_DEPTH deep; Python's fast encoder has no lines."""
     encode, is_mapping = json.JSONEncoder(ensure_ascii=False).encode, isinstance(value, Mapping)
     yield "{" if is_mapping else "["
     for place, key in enumerate(value):

@@ -99,10 +99,7 @@ def open_connection(address: str, context: ssl.SSLContext, proxy: str = "") -> H
 
 
 def check_server(address: str, ca: Path, is_local: bool = False) -> None:
-    """Return if our server is there; raise different errors if another one is, none, or something on the way.
-
-    A server on this machine is reached without a proxy, and may be called by any of its names.
-    """
+    """Return if our server is there, on this machine by any name; raise other errors for another, none, or a proxy."""
     proxy, context = "" if is_local else find_proxy(address), tls_context(ca)
     context.check_hostname = not is_local  # the root signs no other server
     way = f" through {describe_proxy(proxy)}" if proxy else ""
@@ -138,10 +135,7 @@ def _describe_connection_error(address: str, proxy: str, error: OSError) -> Fede
 
 
 def _describe_certificate_error(address: str, proxy: str, problem: str) -> str:
-    remedy = (
-        "it was made for another federation: ca.crt of this folder and the server's must be of the same `fedvlm deploy "
-        "init`"
-    )
+    remedy = "it was made for another federation: ca.crt here and the server's must be of one `fedvlm deploy init`"
     issuer = find_issuer(address, proxy)
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     if "not yet valid" in problem:

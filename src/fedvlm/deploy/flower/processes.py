@@ -57,12 +57,6 @@ class Process:
     def alive(self) -> bool:
         return self.child.poll() is None
 
-    @property
-    def killed(self) -> str:
-        """Return the name of the signal that ended it, if one did."""
-        code = self.child.poll() or 0
-        return signal.Signals(-code).name if code < 0 else ""
-
     def tail(self, lines: int = 12) -> str:
         """Return the last log lines of this process."""
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
@@ -133,7 +127,8 @@ def _wait_until_up(kit: ServerKit, link: Process) -> None:
 
 def describe_exit(link: Process) -> str:
     """Explain why a SuperLink ended, with the remedy."""
-    how = f", by {link.killed}" if link.killed else ""
+    code = link.child.poll() or 0
+    how = f", by {signal.Signals(-code).name}" if code < 0 else ""
     remedy = "start the server again"
     if "sqlite3.DatabaseError" in link.tail():
         database = link.log.with_name(DATABASE_FILE)

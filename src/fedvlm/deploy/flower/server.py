@@ -210,22 +210,16 @@ def create_server_app(folder: Path) -> Any:
 
 
 def database_grid(state: Any, run: int, task: int, announce: Callable[[], None]) -> Any:
-    """Create a grid over the SuperLink's database: a message is there as a whole or not at all."""
+    """Create what we call of Flower's Grid over the SuperLink's database: a message is there as a whole or not."""
     app = import_flower()
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     identity = api.TaskIdentity
     identity.run_id, identity.task_id, identity.node_id = run, task, SERVER_NODE
 
-    class DatabaseGrid(api.Grid):  # type: ignore[misc, unused-ignore]
+    class DatabaseGrid:
         def __init__(self) -> None:
             self.arriving: dict[str, Any] = {}  # replies whose parts are not all there, by the request's id
-
-        def set_run(self, run: Any) -> None: ...
-
-        @property
-        def run(self) -> Any:
-            return None
 
         def create_message(
             self, content: Any, message_type: str, dst_node_id: int, group_id: str, ttl: Any = None
@@ -274,9 +268,6 @@ def database_grid(state: Any, run: int, task: int, announce: Callable[[], None])
             error = inflated.error if inflated.has_error() else None
             # Of a site's own metadata nothing counts: it could name another site's request.
             return app.Message(metadata=reply.metadata, content=content, error=error)
-
-        def send_and_receive(self, messages: Iterable[Any], *, timeout: Any = None) -> Any:
-            raise NotImplementedError("fedvlm sends and collects separately")
 
     return DatabaseGrid()
 

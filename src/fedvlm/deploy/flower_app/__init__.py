@@ -5,7 +5,7 @@ Nothing here imports Flower: the app itself does, and only by Flower's public in
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
@@ -141,8 +141,9 @@ def answer(experiment: Path, node: Mapping[str, Any], request: Message, state: M
         if header["kind"] == "open":
             return seal(_describe_client(client, header)), state
         training = ClientTraining(header["training"], client.id, client.world(name))
-        saver = ClassifierSaver(client, Path(own["save"]) / slug(f"{seed}-{name}")) if "save" in own else None
-        reply, state = TrainingHandler({training.key: training}, saver).answer(request, state)
+        folder = Path(own["save"]) / slug(f"{seed}-{name}") if "save" in own else None
+        save = None if folder is None else partial(save_classifier, client, folder)
+        reply, state = TrainingHandler({training.key: training}, save).answer(request, state)
     except FedVLMError as error:
         reply = Message({"error": str(error)})
     return seal(reply), state
@@ -164,21 +165,15 @@ def _describe_client(client: ClientData, header: Mapping[str, Any]) -> Message:
     return Message(words, to_arrays(first | ({} if frozen.text is None else {"text": frozen.text})))
 
 
-@dataclass(frozen=True)
-class ClassifierSaver:
+def save_classifier(client: ClientData, folder: Path, training: ClientTraining, sent: Tensors, local: Tensors) -> None:
     """Save a client's own classifier where its node says (`save`)."""
-
-    client: ClientData
-    folder: Path
-
-    def on_adapted(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None:
-        world, rows, id = training.world, self.client.rows, training.id
-        calibration = fit_calibration(world, sent, local, id)
-        classifier = Personalised(world.method, world.frozen, sent, local, id, rows.encoder, calibration)
-        measured = measure(world, sent, local, id)
-        identity = {"identity": self.client.settings.identity(), "data": rows.name, "rows": rows.fingerprint}
-        counts = measured["test_rows"], measured["test_hits"]
-        save_with_card(classifier, ClassifierOrigin({**identity, **provenance()}, training.key, *counts), self.folder)
+    world, rows, id = training.world, client.rows, training.id
+    calibration = fit_calibration(world, sent, local, id)
+    classifier = Personalised(world.method, world.frozen, sent, local, id, rows.encoder, calibration)
+    measured = measure(world, sent, local, id)
+    identity = {"identity": client.settings.identity(), "data": rows.name, "rows": rows.fingerprint}
+    counts = measured["test_rows"], measured["test_hits"]
+    save_with_card(classifier, ClassifierOrigin({**identity, **provenance()}, training.key, *counts), folder)
 
 
 class AppEngine(FlowerEngine):

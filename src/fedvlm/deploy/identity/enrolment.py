@@ -11,24 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from fedvlm.deploy.flower.network import split_address
-from fedvlm.deploy.identity import keys
-from fedvlm.deploy.identity.certificates import (
-    CERTIFICATE_FIELDS,
-    CERTIFICATE_FILE,
-    ENDED_FOLDER,
-    EXPIRY_WARNING_DAYS,
-    SiteCertificate,
-    admitted_sites,
-    certificate_path,
-    describe_validity,
-    federation_id,
-    find_certificate,
-    issue_certificate,
-    key_fingerprint,
-    read_certificate,
-    read_document,
-    write_document,
-)
+from fedvlm.deploy.identity import certificates, keys
 from fedvlm.deploy.kits import INVITATION_FILE, ServerKit, check_name, fill_site_folder, read_server, write_secret
 from fedvlm.deploy.operations.security_log import log_security
 from fedvlm.engines.flower.messages import Message
@@ -54,14 +37,11 @@ class JoinRequest:
 
     @property
     def fingerprint(self) -> str:
-        return key_fingerprint(self.federation, self.site, self.key)
+        return certificates.key_fingerprint(self.federation, self.site, self.key)
 
 
 def create_join_request(folder: Path, invitation: Path | None = None, site: str | None = None) -> JoinRequest:
-    """Create a key in the site's folder and the request to send; return the pending one if there is one.
-
-    A site that has a certificate requests a new key under its name.
-    """
+    """Create a key and the request to send, or return the pending one; a site with a certificate asks for a new key."""
     path = folder / JOIN_REQUEST_FILE
     if path.exists() and (folder / NEXT_KEY_FILE).exists():
         request = read_signed_request(path)
@@ -72,7 +52,7 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
             )
         return request
     (folder / NEXT_KEY_FILE).unlink(missing_ok=True)  # of a request that was never written
-    if (folder / CERTIFICATE_FILE).exists():
+    if (folder / certificates.CERTIFICATE_FILE).exists():
         federation, site, old = _renewal_target(folder, invitation, site)
     else:
         federation, site, old = *_join_target(folder, invitation, site), None
@@ -82,7 +62,9 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
     endorsed = old(Message(words)).header["signature"] if old else ""
     write_secret(folder / NEXT_KEY_FILE, hidden)
     sign = keys.Signer(folder / NEXT_KEY_FILE, REQUEST_PREFIX)
-    write_document(path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).header)
+    certificates.write_document(
+        path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).header
+    )
     return JoinRequest(path, federation, site, public.decode(), endorsed)
 
 
@@ -93,12 +75,14 @@ def _join_target(folder: Path, invitation: Path | None, site: str | None) -> tup
             f"join-request {folder} --name NAME --invitation {INVITATION_FILE}"
         )
     check_name(site)
-    words = read_document(invitation, "invitation", ("address", "ca", "server"))
-    return federation_id(words["server"].encode(), words["ca"].encode()), site
+    words = certificates.read_document(invitation, "invitation", ("address", "ca", "server"))
+    return certificates.federation_id(words["server"].encode(), words["ca"].encode()), site
 
 
 def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str, keys.Signer | None]:
-    certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+    certificate = certificates.read_certificate(
+        folder / certificates.CERTIFICATE_FILE, (folder / "server.pub").read_bytes()
+    )
     if invitation is not None or site not in (None, certificate.site):
         raise SettingsError(
             f"{folder} is the folder of {certificate.site} and its server; for another name or federation take another "
@@ -111,7 +95,7 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
 
 def read_signed_request(path: Path) -> JoinRequest:
     """Read a request and check that its own key signed it."""
-    words = read_document(path, "request", (*REQUEST_FIELDS, "checksum", "signature"))
+    words = certificates.read_document(path, "request", (*REQUEST_FIELDS, "checksum", "signature"))
     try:
         keys.load_public_key(words["key"].encode())
         keys.Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
@@ -135,12 +119,12 @@ def read_request(kit: ServerKit, path: Path) -> JoinRequest:
 def _read_request(kit: ServerKit, path: Path) -> JoinRequest:
     request, server = read_signed_request(path), kit.folder
     sign = keys.Signer(server / "signing.key")
-    if request.federation != federation_id(sign.public, (server / "ca.crt").read_bytes()):
+    if request.federation != certificates.federation_id(sign.public, (server / "ca.crt").read_bytes()):
         raise FederationError(
             f"{path} is for another federation; have {request.site!r} make its request with {server / INVITATION_FILE}"
         )
     check_name(request.site)
-    if (server / ENDED_FOLDER / _archive_name(request.key)).exists():
+    if (server / certificates.ENDED_FOLDER / _archive_name(request.key)).exists():
         raise FederationError(
             f"the key of {path} was revoked or replaced, and is never admitted again; have {request.site} delete its "
             "request and make a new one"
@@ -150,12 +134,12 @@ def _read_request(kit: ServerKit, path: Path) -> JoinRequest:
 
 def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
     """Describe what admitting a request means, or refuse it if its name belongs to another key."""
-    for name in admitted_sites(kit.folder):
-        certificate = find_certificate(kit.folder, name)
+    for name in certificates.admitted_sites(kit.folder):
+        certificate = certificates.find_certificate(kit.folder, name)
         if certificate and certificate.key == request.key:
             raise FederationError(
                 f"this key is already admitted as {name}; send the site its certificate: "
-                f"{certificate_path(kit.folder, name)}"
+                f"{certificates.certificate_path(kit.folder, name)}"
             )
         if name.casefold() != request.site.casefold():
             continue
@@ -172,7 +156,7 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
     return f"{request.site} is new here"
 
 
-def _is_endorsed(request: JoinRequest, certificate: SiteCertificate) -> bool:
+def _is_endorsed(request: JoinRequest, certificate: certificates.SiteCertificate) -> bool:
     words = {"federation": request.federation, "site": request.site, "key": request.key}
     try:
         check = keys.Verifier(certificate.key.encode(), RENEWAL_PREFIX)
@@ -189,18 +173,18 @@ def admit_site(kit: ServerKit, request: JoinRequest) -> Path:
         if read_request(kit, request.path) != request:
             raise FederationError(f"{request.path} was changed meanwhile; start again")
         _archive_certificate(kit, request.site)
-        issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
+        certificates.issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
     log_security(kit.folder, "admission", "allowed", target=request.site, reason=request.remark)
-    return certificate_path(kit.folder, request.site)
+    return certificates.certificate_path(kit.folder, request.site)
 
 
 def revoke_site(kit: ServerKit, site: str) -> None:
     """Revoke a site's key, from its next message on."""
     with _admission_lock(kit):
-        if site not in admitted_sites(kit.folder):
-            raise unknown_name("site with a certificate", site, admitted_sites(kit.folder))
+        if site not in certificates.admitted_sites(kit.folder):
+            raise unknown_name("site with a certificate", site, certificates.admitted_sites(kit.folder))
         _archive_certificate(kit, site)
-        certificate_path(kit.folder, site).unlink()
+        certificates.certificate_path(kit.folder, site).unlink()
     log_security(kit.folder, "revocation", "allowed", target=site)
 
 
@@ -210,19 +194,21 @@ def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:
 
 def _archive_certificate(kit: ServerKit, site: str) -> None:
     """Archive a site's certificate, so that its key is never admitted again."""
-    if certificate := find_certificate(kit.folder, site):
-        data = certificate_path(kit.folder, site).read_bytes()
-        write_file(kit.folder / ENDED_FOLDER / _archive_name(certificate.key), data, 0o600)
+    if certificate := certificates.find_certificate(kit.folder, site):
+        data = certificates.certificate_path(kit.folder, site).read_bytes()
+        write_file(kit.folder / certificates.ENDED_FOLDER / _archive_name(certificate.key), data, 0o600)
 
 
 def _archive_name(key: str) -> str:
     return sha256(key.encode()).hexdigest() + ".json"
 
 
-def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
+def accept_certificate(folder: Path, file: Path) -> certificates.SiteCertificate:
     """Put the certificate that the server signed into the site's folder, beside its key."""
-    server = read_document(file, "certificate", (*CERTIFICATE_FIELDS, "checksum", "signature"))["server"]
-    certificate = read_certificate(file, server.encode())
+    server = certificates.read_document(
+        file, "certificate", (*certificates.CERTIFICATE_FIELDS, "checksum", "signature")
+    )["server"]
+    certificate = certificates.read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
             f"{file} belongs to another federation than the one that {folder} asked to join; have its server send the "
@@ -249,8 +235,10 @@ def _requested_federation(folder: Path) -> str:
     """Return the federation that this site asked to join."""
     if (folder / JOIN_REQUEST_FILE).exists():
         return read_signed_request(folder / JOIN_REQUEST_FILE).federation
-    if (folder / CERTIFICATE_FILE).exists():
-        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).federation
+    if (folder / certificates.CERTIFICATE_FILE).exists():
+        return certificates.read_certificate(
+            folder / certificates.CERTIFICATE_FILE, (folder / "server.pub").read_bytes()
+        ).federation
     raise SettingsError(f"{folder} has not asked to join; make a request: fedvlm deploy join-request {folder}")
 
 
@@ -273,12 +261,12 @@ def server_days_left(folder: Path) -> int:
 
 def describe_server_expiry(kit: ServerKit) -> list[str]:
     """Describe how long the server's certificate lasts, and which sites' certificates expire soon."""
-    lines = [f"its certificate {describe_validity(server_days_left(kit.folder), kit.folder)}"]
+    lines = [f"its certificate {certificates.describe_validity(server_days_left(kit.folder), kit.folder)}"]
     for name in kit.sites:
-        certificate = find_certificate(kit.folder, name)
+        certificate = certificates.find_certificate(kit.folder, name)
         if certificate is None:
             lines.append(f"{name}: its certificate is damaged")
-        elif certificate.days_left < EXPIRY_WARNING_DAYS:
+        elif certificate.days_left < certificates.EXPIRY_WARNING_DAYS:
             lines.append(
                 f"{name}: {certificate.invalid_reason or f'its certificate has {certificate.days_left} days left'}"
             )
@@ -302,12 +290,12 @@ def certificate_statuses(folder: Path) -> list[CertificateStatus]:
     kit = read_server(folder)
     lines = [CertificateStatus(f"server {kit.address} (TLS)", "", server_days_left(folder))]
     for name in kit.sites:
-        certificate = find_certificate(kit.folder, name)
+        certificate = certificates.find_certificate(kit.folder, name)
         remark = (certificate.invalid_reason if certificate else "its certificate is damaged; revoke it") or ""
         word, days = (certificate.fingerprint, certificate.days_left) if certificate else ("", None)
         lines.append(CertificateStatus(name, word, days, remark))
-    for path in sorted((folder / ENDED_FOLDER).glob("*.json")):
-        revoked = read_certificate(path, keys.Signer(folder / "signing.key").public)
+    for path in sorted((folder / certificates.ENDED_FOLDER).glob("*.json")):
+        revoked = certificates.read_certificate(path, keys.Signer(folder / "signing.key").public)
         lines.append(CertificateStatus(revoked.site, revoked.fingerprint, None, "revoked or replaced"))
     return lines
 
@@ -318,8 +306,10 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
         request = read_signed_request(folder / JOIN_REQUEST_FILE)
         remark = f"requested; send {request.path} to the server"
         lines.append(CertificateStatus(request.site, request.fingerprint, None, remark))
-    if (folder / CERTIFICATE_FILE).exists():
-        own = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+    if (folder / certificates.CERTIFICATE_FILE).exists():
+        own = certificates.read_certificate(
+            folder / certificates.CERTIFICATE_FILE, (folder / "server.pub").read_bytes()
+        )
         lines.append(CertificateStatus(own.site, own.fingerprint, own.days_left, own.invalid_reason))
     if not lines:
         raise SettingsError(

@@ -86,7 +86,7 @@ def append_line(path: Path, line: Mapping[str, Any], rotated_files: int = 1) -> 
 def format_event(event: Event) -> str:
     """Return an event as a sentence with the local time."""
     at = datetime.fromisoformat(event["time"]).astimezone().strftime("%H:%M:%S")
-    facts = {key: _printable(value) for key, value in event.items()}
+    facts = {key: printable(value) for key, value in event.items()}
     text = EVENT_MESSAGES.get(event["kind"], "{kind}")
     return f"{at} {text.format_map(_DefaultFacts(facts))}"
 
@@ -101,11 +101,11 @@ class _DefaultFacts(dict[str, str]):
         return "?"
 
 
-def _printable(value: Any) -> str:
+def printable(value: Any, limit: int = MAX_VALUE_CHARS) -> str:
     """Return a value as one printable line of limited length."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     plain = "".join(char if char.isprintable() else " " for char in text)
-    return plain if len(plain) <= MAX_VALUE_CHARS else plain[:MAX_VALUE_CHARS] + "…"
+    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
 
 
 def read_events(folder: Path) -> list[Event]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Literal
 
-from fedvlm.deploy.operations.events import append_line
+from fedvlm.deploy.operations.events import append_line, printable
 
 SECURITY_LOG_FILE = "security.jsonl"  # in the folder of a server or a site
 SCHEMA = 1
@@ -25,15 +25,11 @@ def log_security(folder: Path, event: str, outcome: Outcome, count: int = 1, **f
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "event": event,
         "outcome": outcome,
-        **{name: _printable(facts.get(name, "")) for name in ("actor", "source", "target", "reason")},
+        **{name: printable(facts.get(name, ""), MAX_CHARS) for name in ("actor", "source", "target", "reason")},
         "count": count,
     }
     with suppress(OSError):  # what it tells of has happened; a full disk does not undo it
         append_line(folder / SECURITY_LOG_FILE, line, ROTATED_FILES)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)[:MAX_CHARS]
 
 
 class RefusalLog:

@@ -12,13 +12,7 @@ from typing import Any
 
 import fedvlm
 from fedvlm.deploy.flower import network
-from fedvlm.deploy.identity.certificates import (
-    CERTIFICATE_FILE,
-    find_certificate,
-    last_contact,
-    read_certificate,
-    read_own_certificate,
-)
+from fedvlm.deploy.identity import certificates
 from fedvlm.deploy.identity.enrolment import server_days_left
 from fedvlm.deploy.kits import ServerKit, SiteKit, listen_address, read_server, read_site, record_folders
 from fedvlm.deploy.operations import events
@@ -80,9 +74,9 @@ def server_status(folder: Path) -> State:
     if run.get("state") == "running" and seconds:
         run["seconds left"] = round(median(seconds[-ROUNDS_TO_FORECAST:]) * max(0, run["rounds"] - run["round"]))
     for name, site_state in sites.items():
-        contact = last_contact(folder, name)
+        contact = certificates.last_contact(folder, name)
         site_state["contact"] = contact and contact.isoformat(timespec="seconds")
-        certificate = find_certificate(folder, name)
+        certificate = certificates.find_certificate(folder, name)
         site_state["certificate days"] = certificate and certificate.days_left
         is_fresh = contact is not None and (datetime.now(UTC) - contact).total_seconds() < CONNECTED_SECONDS
         if is_fresh and site_state["state"] == "not seen":
@@ -99,7 +93,8 @@ def server_status(folder: Path) -> State:
 def _own_days_left(folder: Path) -> int | None:
     """Return the days of a site's certificate; the key, which may need a passphrase, is not read."""
     try:
-        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).days_left
+        path = folder / certificates.CERTIFICATE_FILE
+        return certificates.read_certificate(path, (folder / "server.pub").read_bytes()).days_left
     except (FedVLMError, OSError):  # none yet, or damaged: the site says so when it starts
         return None
 
@@ -317,7 +312,7 @@ def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
     yield "name", lambda: _check_name(kit.address)
     yield "proxy", lambda: _check_proxy(kit.address)
     remedy = f"fedvlm deploy renew {kit.folder}"
-    yield "certificate", lambda: _check_expiry(read_own_certificate(kit.folder).days_left, remedy)
+    yield "certificate", lambda: _check_expiry(certificates.read_own_certificate(kit.folder).days_left, remedy)
     yield "server", lambda: _check_reachable(kit.address, kit.folder)
     yield "clock", lambda: _check_clock(kit)
     yield "encoder", lambda: _check_encoder(kit)

@@ -81,10 +81,7 @@ def run_over_sites(
     print_line: Callable[[str], None] = lambda text: None,
     **rules: float,
 ) -> Result:
-    """Run an experiment over the sites; a stopped run continues where it was.
-
-    `rules` override quorum, deadline and wait of server.toml for this run.
-    """
+    """Run an experiment, or go on with it; `rules` override quorum, deadline and wait of server.toml."""
     settings = run.choose_mode(kit, settings)
     run.check_deployable(run.with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
@@ -114,10 +111,7 @@ def run_over_sites(
 def join_late_site(
     kit: kits.ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Give a late site the classifiers of a finished run, without the other sites; return its scores by training.
-
-    `name` is a run of this server, or a directory.
-    """
+    """Give a late site the classifiers of a run (its name or folder), without the others; return scores by training."""
     inside = kit.folder / "runs" / name
     folder = inside if inside.exists() else Path(name)
     done = kit.folder / run.JOIN_RESULT_FILE

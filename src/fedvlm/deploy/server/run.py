@@ -89,8 +89,7 @@ class FederatedTuning:
                 self.run.on_progress("tuning", done, tune.total_rounds(self.settings))
 
     def _open_trials(self, trials: list[tune.Trial]) -> None:
-        """Open every trial at every site first, so that a search over a site's budget is refused before it costs
-        anything."""
+        """Open every trial at every site first: a search over a site's budget is refused before it costs anything."""
         totals = {"key": self.key, **run_size(self.settings, self.run.kit.sites, self.seed)}
         for place, trial in enumerate(trials):
             plain = _trial_settings(self.settings, trial)
@@ -183,14 +182,8 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
     return replace(settings, method=trial.method, tune=())
 
 
-MANIFEST_FIELDS = (
-    "encoder",
-    "classes",
-    "multi_label",
-    "dim",
-    "scale",
-    "template",
-)  # what a manifest has of a site's words
+# what a manifest has of a site's words
+MANIFEST_FIELDS = ("encoder", "classes", "multi_label", "dim", "scale", "template")
 JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
 DESCRIPTION_FILE = "description.json"  # in the server's folder: what the sites last said of their data
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
@@ -259,10 +252,8 @@ def describe_bound(settings: Settings) -> str:
     """Describe what bounds the influence of one site on the mean."""
     channel = with_deployment_bound(settings.channel, settings.method)
     if channel.bound == "median":
-        return (
-            "changes above twice the round's median are shortened, and samples above four times the median do not "
-            "count (channel.bound)"
-        )
+        limits = "changes above twice the round's median are shortened, and samples above four times the median"
+        return f"{limits} do not count (channel.bound)"
     if channel.verified:
         return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
@@ -520,10 +511,8 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
     alone, settings = replace(kit, sites=(site,), quorum=1.0), stated_settings(record.manifest)
     run = DeployedRun(grid, alone, settings, record, lambda *words: None, {}, without_begin(log_event), others)
     with record.lock():
-        return {
-            file_name(training, seed): _join_training(run, site, now, training, seed)
-            for now, training, seed in trainings_of_record(record, settings)
-        }
+        trainings = trainings_of_record(record, settings)
+        return {file_name(of, seed): _join_training(run, site, now, of, seed) for now, of, seed in trainings}
 
 
 def _join_training(run: DeployedRun, site: str, settings: Settings, training: Training, seed: int) -> Any:

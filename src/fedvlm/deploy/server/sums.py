@@ -8,25 +8,11 @@ from typing import Any
 
 from fedvlm.channel.verified import MIN_SUM_MEMBERS, Vector
 from fedvlm.core import Tensors
+from fedvlm.deploy import statements
 from fedvlm.deploy.identity.certificates import current_certificate
 from fedvlm.deploy.messages import SCORE_COUNTS, SumReply, check_reply, encoder_fingerprint, parse
 from fedvlm.deploy.plan import DEFAULT_DEADLINE_DAYS, Member, Plan, hash_tensors, plan_of_spec
 from fedvlm.deploy.server.engine import RemoteEngine
-from fedvlm.deploy.statements import (
-    COUNTS_ROUND,
-    Statement,
-    UploadStatement,
-    expected_upload,
-    hash_statements,
-    is_total,
-    open_sum,
-    read_agreements,
-    read_ends,
-    read_uploads,
-    session_id,
-    state_digest,
-    to_vector,
-)
 from fedvlm.deploy.transcript import Transcript, to_entries
 from fedvlm.engines.client import ClientReply, RemoteState, RoundReplies, Task
 from fedvlm.engines.flower.client import to_arrays, to_tensors
@@ -55,12 +41,14 @@ class SumEngine(RemoteEngine):
             header = {"plan": self.plan.to_bytes().decode()}
             replies = self._ask_all("plan", 0, header, tensors)
             entries = [reply.header["statement"] for reply in replies.values()]
-            transcript.write_agreements(read_agreements(entries, self.plan))
-        agreements = read_agreements(transcript.read_agreements(), self.plan)
-        self.session = session_id(agreements)
-        if not transcript.sum_path(COUNTS_ROUND).exists():
-            expected = expected_upload(self.session, COUNTS_ROUND, state_digest({}), hash_statements(agreements))
-            self._collect("counts", COUNTS_ROUND, {"statements": to_entries(agreements)}, {}, expected)
+            transcript.write_agreements(statements.read_agreements(entries, self.plan))
+        agreements = statements.read_agreements(transcript.read_agreements(), self.plan)
+        self.session = statements.hash_statements(agreements)
+        if not transcript.sum_path(statements.COUNTS_ROUND).exists():
+            expected = statements.expected_upload(
+                self.session, statements.COUNTS_ROUND, hash_tensors({}), statements.hash_statements(agreements)
+            )
+            self._collect("counts", statements.COUNTS_ROUND, {"statements": to_entries(agreements)}, {}, expected)
 
     def _propose(self) -> tuple[Plan, Tensors]:
         first = self.sites[self.base]
@@ -103,15 +91,15 @@ class SumEngine(RemoteEngine):
     def check(self, message: Message, id: str, request: Message) -> None:
         check_reply(message, request.header)
         if "masked" in message.arrays:
-            to_vector(message.arrays["masked"])
+            statements.to_vector(message.arrays["masked"])
 
     def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         """Relay the uploads of the round before with the new state; return the sum of the new ones."""
         header, arrays, previous = self._last_uploads(number)
-        expected = expected_upload(self.session, number, state_digest(self.shared), previous)
-        statements, vectors = self._collect("sum", number, header, arrays, expected)
-        layout = statements[self.plan.member_names[0]].layout
-        total, scores = open_sum(vectors.values(), layout, is_total(self.plan.settings))
+        expected = statements.expected_upload(self.session, number, hash_tensors(self.shared), previous)
+        signed, vectors = self._collect("sum", number, header, arrays, expected)
+        layout = signed[self.plan.member_names[0]].layout
+        total, scores = statements.open_sum(vectors.values(), layout, statements.is_total(self.plan.settings))
         none = dict.fromkeys(SCORE_COUNTS, 0)
         reply = ClientReply({}, RemoteState(number + 1), none, 1, {}, is_encoded=True)
         done = dict.fromkeys(self.plan.member_names, reply)
@@ -122,7 +110,7 @@ class SumEngine(RemoteEngine):
         header, arrays, _ = self._last_uploads(number)
         replies = self._ask_all("end", number, header, arrays)
         entries = [reply.header["statement"] for reply in replies.values()]
-        self.transcript.write_end(read_ends(entries, self.plan, self.shared), self.shared)
+        self.transcript.write_end(statements.read_ends(entries, self.plan, self.shared), self.shared)
         done = {}
         for name, reply in replies.items():
             fields = parse(SumReply, reply.header, "the reply")
@@ -145,8 +133,8 @@ class SumEngine(RemoteEngine):
         """Return what each member says of its data, and the sums of class counts with the numbers of members."""
         self.transcript, self.quorum, (self.plan, _) = transcript, 0.0, transcript.read_plan()
         replies = self._ask_all("describe", self.plan.settings.method.rounds, {}, {})
-        entries, vectors, _ = transcript.read_sum(COUNTS_ROUND)
-        totals, _ = open_sum(vectors.values(), entries[0]["layout"], True)
+        entries, vectors, _ = transcript.read_sum(statements.COUNTS_ROUND)
+        totals, _ = statements.open_sum(vectors.values(), entries[0]["layout"], True)
         sites = {name: parse(SumReply, reply.header, "the reply").described for name, reply in replies.items()}
         return {
             "sites": sites,
@@ -158,20 +146,20 @@ class SumEngine(RemoteEngine):
         entries, vectors, _ = self.transcript.read_sum(number - 1)
         arrays = {f"state/{key}": value for key, value in self.shared.items()}
         arrays |= {f"upload/{name}": to_tensors({"": vector.view("int64")})[""] for name, vector in vectors.items()}
-        statements = {entry["member"]: UploadStatement(**entry) for entry in entries}
-        return {"statements": entries}, arrays, hash_statements(statements)
+        signed = {entry["member"]: statements.UploadStatement(**entry) for entry in entries}
+        return {"statements": entries}, arrays, statements.hash_statements(signed)
 
     def _collect(
         self, kind: str, number: int, header: Mapping[str, Any], arrays: Tensors, expected: Mapping[str, Any]
-    ) -> tuple[dict[str, UploadStatement], dict[str, Vector]]:
+    ) -> tuple[dict[str, statements.UploadStatement], dict[str, Vector]]:
         """Collect a masked upload of every member, verify and keep them."""
         replies = self._ask_all(kind, max(number, 0), header, arrays)
-        vectors = {name: to_vector(reply.arrays["masked"]) for name, reply in replies.items()}
+        vectors = {name: statements.to_vector(reply.arrays["masked"]) for name, reply in replies.items()}
         entries = [reply.header["statement"] for reply in replies.values()]
-        statements = read_uploads(entries, vectors, self.plan, expected)
-        keep: Mapping[str, Statement] = statements
+        signed = statements.read_uploads(entries, vectors, self.plan, expected)
+        keep: Mapping[str, statements.Statement] = signed
         self.transcript.write_sum(number, keep, vectors, self.shared if kind == "sum" else {})
-        return statements, vectors
+        return signed, vectors
 
     def _ask_all(self, kind: str, number: int, header: Mapping[str, Any], arrays: Tensors) -> dict[str, Message]:
         """Ask every member until all have answered; a refusal, or the plan's deadline, ends it."""

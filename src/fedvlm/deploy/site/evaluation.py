@@ -34,7 +34,7 @@ from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, Policy
 from fedvlm.deploy.site.snapshot import SAMPLES_FILE
 from fedvlm.deploy.site.sums import MAX_TEXT_DIFFERENCE
 from fedvlm.deploy.site.training import PARTITION_SEED, ignore_progress, load_site_samples
-from fedvlm.deploy.statements import read_agreements, read_ends, session_id
+from fedvlm.deploy.statements import hash_statements, read_agreements, read_ends
 from fedvlm.engines.client import Scores, measure
 from fedvlm.errors import FederationError, join_names
 from fedvlm.runner.load import load
@@ -91,7 +91,7 @@ class Evaluation:
         plan = read_plan(str(proof.get("plan")).encode())
         state = {key.removeprefix("shared/"): value for key, value in self._classifier(number).items()}
         agreements, ends = read_agreements(proof.get("agreements"), plan), read_ends(proof.get("ends"), plan, state)
-        if {end.session for end in ends.values()} != {session_id(agreements)}:
+        if {end.session for end in ends.values()} != {hash_statements(agreements)}:
             raise FederationError("the members ended another session than that of the plan")
         if (plan.settings.method, plan.classes) != (make(**entry.method), self.classes):
             raise FederationError("the plan that the members signed has another method or other classes")

@@ -10,7 +10,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -73,7 +72,8 @@ class Ledger:
             "content": sha256(data).hexdigest(),
             **details,
         }
-        with self._locked() as file:
+        with open_for_append(self.path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # others wait
             before, ended = _read_last_hash(file)
             line["before"] = before
             text = json.dumps(line | {"hash": _hash_line(line)}, ensure_ascii=False)
@@ -82,13 +82,6 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         return _hash_line(line)
-
-    @contextmanager
-    def _locked(self) -> Iterator[IO[bytes]]:
-        """Open the file for appending by this process alone; others wait."""
-        with open_for_append(self.path) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
 
     def read(self) -> History:
         """Return all lines, each checked against the one before it."""
@@ -316,9 +309,8 @@ class ReplyCache:
         arrays |= {f"s/{key}": array for key, array in state.arrays.items()}
         header = {"reply": _lasting_fields(reply), "state": dict(state.header)}
         write_file(path, to_bytes(seal(Message(header, arrays))))
-        for old in sorted(self.folder.iterdir(), key=lambda old: (old.stat().st_mtime_ns, old.name))[
-            :-MAX_CACHED_REPLIES
-        ]:
+        cached = sorted(self.folder.iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
+        for old in cached[:-MAX_CACHED_REPLIES]:
             if old != path:
                 old.unlink()
 

@@ -44,11 +44,8 @@ def read_people(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     people: Any = read_json(path)
-    is_valid = isinstance(people, dict) and all(
-        isinstance(entry, dict) and entry.keys() == {"role", "cost", "salt", "hash"} and entry["role"] in ROLES
-        for entry in people.values()
-    )
-    if not is_valid:
+    entries, keys = people.values() if isinstance(people, dict) else [None], {"role", "cost", "salt", "hash"}
+    if not all(isinstance(entry, dict) and entry.keys() == keys and entry["role"] in ROLES for entry in entries):
         raise SettingsError(f"{path} is damaged; restore it from a backup, or delete it and add the people again")
     return dict(people)
 

@@ -67,7 +67,7 @@ class Site:
         self.verify = Verifier(kit.folder / "server.pub")
         self.ledger = Ledger(kit.folder)
         self.budget = PrivacyBudget(self.ledger.history())
-        self.handler = TrainingHandler(listener=self)
+        self.handler = TrainingHandler(on_adapted=self.on_adapted)
         federation = federation_id((kit.folder / "server.pub").read_bytes(), (kit.folder / "ca.crt").read_bytes())
         self.sums = SumMember(kit, self.sign, federation, self.on_sum_ended)
         self.site_trainings: dict[str, SiteTraining] = {}  # by training
@@ -80,10 +80,7 @@ class Site:
         self.log_event("said", text=text)
 
     def answer(self, request: Message, state: Message) -> tuple[Message, Message]:
-        """Return the signed reply, which may be an error or a refusal, and the new state.
-
-        A message that the server did not sign gets no reply, and nothing of it is parsed.
-        """
+        """Return the signed reply or refusal and the new state; an unsigned message gets none, and is not parsed."""
         try:
             self.verify(request, "the server")
         except Exception as error:  # whatever an outsider's bytes make a checksum raise
@@ -279,10 +276,7 @@ class Site:
         return Message(header, to_arrays(first))
 
     def _keep_samples(self, folder: Path, site_training: SiteTraining) -> dict[str, Any]:
-        """Keep the samples of a run that begins, and return what the server learns of a change.
-
-        Replies and local tensors of other samples go: a new run begins without them.
-        """
+        """Keep a new run's samples, drop replies and local tensors of others; return what the server learns."""
         chosen = site_training.samples
         if chosen is None:
             return {}

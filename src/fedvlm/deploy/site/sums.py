@@ -16,60 +16,28 @@ from typing import Any
 import torch
 
 from fedvlm import tensors
+from fedvlm.channel import verified
 from fedvlm.channel.pipeline import UploadPipeline, join_channel_state, split_channel_state
 from fedvlm.channel.validation import check_upload
-from fedvlm.channel.verified import (
-    class_limits,
-    count_classes,
-    mask_vector,
-    pack_integers,
-    to_fixed_point,
-    weight_upload,
-)
 from fedvlm.core import Frozen, Tensors, upload_sum
+from fedvlm.deploy import statements
 from fedvlm.deploy.flower.network import LOOPBACK_NAMES, split_address
 from fedvlm.deploy.identity.certificates import key_fingerprint
 from fedvlm.deploy.identity.keys import Signer
 from fedvlm.deploy.kits import SESSION_KEY_FILE, SiteKit, write_secret
 from fedvlm.deploy.messages import ECHOED_FIELDS, ReportedError, RequestRefused, SumRequest, encoder_fingerprint
-from fedvlm.deploy.plan import Plan, plan_of_spec, read_plan
+from fedvlm.deploy.plan import Plan, hash_tensors, plan_of_spec, read_plan
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.peers import check_members, count_signers
 from fedvlm.deploy.site.policy import Policy
 from fedvlm.deploy.site.training import SiteTraining, describe_site
-from fedvlm.deploy.statements import (
-    COUNTS_ROUND,
-    SCORE_NAMES,
-    SCORES_KEY,
-    Agreement,
-    EndStatement,
-    UploadStatement,
-    check_same_state,
-    expected_upload,
-    hash_members,
-    hash_statements,
-    hash_vector,
-    initial_shared,
-    is_total,
-    layout_of,
-    new_session_key,
-    next_state,
-    open_sum,
-    pair_keys,
-    read_agreements,
-    read_ends,
-    read_uploads,
-    session_id,
-    sign,
-    state_digest,
-    to_vector,
-)
+from fedvlm.deploy.statements import hash_vector
 from fedvlm.engines.client import Task, World, channel_noise
 from fedvlm.engines.flower.client import describe_local, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
-from fedvlm.runner.prepare import split_text, template_of, text_of
+from fedvlm.runner.prepare import label_keys, split_text, template_of, text_of
 from fedvlm.storage.files import read_json, read_tensors, write_json, write_tensors
 
 HISTORY_FILE = "sums.json"  # in `state`: members and samples of the sums that this site took part in
@@ -85,7 +53,7 @@ class Session:
     folder: Path
     plan: Plan
     given: Tensors  # the tensors of the plan
-    agreement: Agreement
+    agreement: statements.Agreement
     salt: bytes
 
     @staticmethod
@@ -95,7 +63,7 @@ class Session:
         words = read_json(folder / "agreement.json")
         plan = read_plan((folder / "plan.json").read_bytes())
         given, _ = read_tensors(folder / "plan.safetensors")
-        return Session(folder, plan, given, Agreement(**words["agreement"]), bytes.fromhex(words["salt"]))
+        return Session(folder, plan, given, statements.Agreement(**words["agreement"]), bytes.fromhex(words["salt"]))
 
     @property
     def secret(self) -> bytes:
@@ -188,7 +156,7 @@ class SumMember:
 
     def agree(
         self, folder: Path, fields: SumRequest, sent: Tensors, site_training: SiteTraining, world: World, policy: Policy
-    ) -> Agreement:
+    ) -> statements.Agreement:
         """Check a plan and agree to it with a new session key."""
         plan = read_plan(fields.plan.encode())
         self._check_plan(plan, sent, site_training, world)
@@ -201,9 +169,9 @@ class SumMember:
         erase_key(folder / SESSION_KEY_FILE)
         for path in folder.glob("*"):
             path.unlink()
-        (secret, public), salt = new_session_key(), token_bytes(32)
-        facts = {"plan": plan.hash, "members": hash_members(plan), "data": commit_data(salt, samples)}
-        agreement = sign(Agreement(member=self.kit.name, key=public, **facts), self.signer)
+        (secret, public), salt = statements.new_session_key(), token_bytes(32)
+        facts = {"plan": plan.hash, "members": statements.hash_members(plan), "data": commit_data(salt, samples)}
+        agreement = statements.sign(statements.Agreement(member=self.kit.name, key=public, **facts), self.signer)
         write_tensors(folder / "plan.safetensors", sent, {})
         (folder / "plan.json").write_bytes(plan.to_bytes())
         write_secret(folder / SESSION_KEY_FILE, secret)
@@ -289,7 +257,7 @@ class SumMember:
         given = {key.removeprefix("plan/"): value for key, value in sent.items() if key.startswith("plan/")}
         state = {key.removeprefix("state/"): value for key, value in sent.items() if key.startswith("state/")}
         self._check_plan(plan, given, site_training, world)
-        read_ends(fields.statements, plan, state)
+        statements.read_ends(fields.statements, plan, state)
         if count_signers(self.kit.folder, self.federation, plan) < policy.sum_of:
             raise RequestRefused("sum of", least=policy.sum_of)
         world = replace(world, frozen=frozen_of_plan(plan, given, world.frozen))
@@ -320,27 +288,30 @@ class _Step:
     def name(self) -> str:
         return self.member.kit.name
 
-    def count(self, entries: Any) -> tuple[UploadStatement, Tensors, bool]:
+    def count(self, entries: Any) -> tuple[statements.UploadStatement, Tensors, bool]:
         """Upload class counts, once every member has agreed to the same plan."""
         agreements = self._agreements(entries)
-        identity = expected_upload(session_id(agreements), COUNTS_ROUND, state_digest({}), hash_statements(agreements))
-        if stored := self._stored(COUNTS_ROUND, identity):
+        session = statements.hash_statements(agreements)  # of plan, members and all session keys
+        identity = statements.expected_upload(session, statements.COUNTS_ROUND, hash_tensors({}), session)
+        if stored := self._stored(statements.COUNTS_ROUND, identity):
             return stored
         write_json(self.session.folder / "agreements.json", entries)
         world = self.world
         y = world.y[torch.from_numpy(world.members[self.name].train)]
-        counts = count_classes(y, len(world.frozen.classes), world.method)
+        counts = verified.count_classes(y, len(world.frozen.classes), world.method)
         self.member.remember(self.session.plan, sample_hashes(world, self.name))
         return self._release(counts, {}, identity, 1.0, agreements, {})
 
-    def upload(self, number: int, entries: Any, sent: Tensors) -> tuple[UploadStatement, Tensors, bool]:
+    def upload(self, number: int, entries: Any, sent: Tensors) -> tuple[statements.UploadStatement, Tensors, bool]:
         """Check the uploads and the state of the round before, train, and upload under masks."""
         if number >= self.world.method.rounds:
             rounds = self.world.method.rounds
             raise ReportedError("sum", f"the plan has {rounds} rounds, and round {number} was asked for")
         state, previous, limits = self._check_round(number, entries, sent)
         agreements = self._agreements(read_json(self.session.folder / "agreements.json"))
-        identity = expected_upload(session_id(agreements), number, state_digest(state), previous)
+        identity = statements.expected_upload(
+            statements.hash_statements(agreements), number, hash_tensors(state), previous
+        )
         if stored := self._stored(number, identity):
             return stored
         world, id = self.world, self.name
@@ -360,25 +331,27 @@ class _Step:
             self.session.step_path(old).unlink(missing_ok=True)
         return result
 
-    def end(self, entries: Any, sent: Tensors) -> tuple[EndStatement, dict[str, Any], bool]:
+    def end(self, entries: Any, sent: Tensors) -> tuple[statements.EndStatement, dict[str, Any], bool]:
         """Check the last round, adapt, sign the final state and erase the session's key."""
         path, rounds = self.session.folder / "end.json", self.world.method.rounds
         posted = {key[6:]: value for key, value in sent.items() if key.startswith("state/")}
-        if path.exists() and (stored := read_json(path))["statement"]["state"] == state_digest(posted):
-            return EndStatement(**stored["statement"]), stored["reply"], False
+        if path.exists() and (stored := read_json(path))["statement"]["state"] == hash_tensors(posted):
+            return statements.EndStatement(**stored["statement"]), stored["reply"], False
         state, previous, _ = self._check_round(rounds, entries, sent)
         kept = {k[6:]: v for k, v in self.session.read_step(rounds - 1)[0].items() if k.startswith("local/")}
         local = split_channel_state(kept if rounds else self.world.method.init(self.world.frozen)[1])[0]
         reply = self.member.finish(self.session.folder.parent.name, self.world, state, local, self.policy)
-        session = session_id(self._agreements(read_json(self.session.folder / "agreements.json")))
-        words = {"state": state_digest(state), "previous": previous, "ledger": self.member.ledger.history().head}
-        statement = sign(EndStatement(member=self.name, session=session, **words), self.member.signer)
+        session = statements.hash_statements(self._agreements(read_json(self.session.folder / "agreements.json")))
+        words = {"state": hash_tensors(state), "previous": previous, "ledger": self.member.ledger.history().head}
+        statement = statements.sign(
+            statements.EndStatement(member=self.name, session=session, **words), self.member.signer
+        )
         write_json(path, {"statement": statement.model_dump(mode="json"), "reply": reply})
         erase_key(self.session.folder / SESSION_KEY_FILE)
         return statement, reply, True
 
-    def _agreements(self, entries: Any) -> dict[str, Agreement]:
-        agreements = read_agreements(entries, self.session.plan)
+    def _agreements(self, entries: Any) -> dict[str, statements.Agreement]:
+        agreements = statements.read_agreements(entries, self.session.plan)
         if agreements[self.name] != self.session.agreement:
             raise ReportedError("sum", "the agreement of this site was replaced; nothing leaves")
         return agreements
@@ -387,25 +360,30 @@ class _Step:
         """Return the state before a round, the hash of the uploads that led to it, and the limits of uploads."""
         plan, settings = self.session.plan, self.session.plan.settings
         stored, header = self.session.read_step(number - 1)
-        own = UploadStatement(**header["statement"])
-        vectors = {key[7:]: to_vector(value.numpy()) for key, value in sent.items() if key.startswith("upload/")}
+        own = statements.UploadStatement(**header["statement"])
+        vectors = {
+            key[7:]: statements.to_vector(value.numpy()) for key, value in sent.items() if key.startswith("upload/")
+        }
         state = {key[6:]: value for key, value in sent.items() if key.startswith("state/")}
         expected = {name: getattr(own, name) for name in ("session", "round", "state", "previous", "layout")}
-        statements = read_uploads(entries, vectors, plan, expected)
-        if statements[self.name].upload != own.upload:
+        signed = statements.read_uploads(entries, vectors, plan, expected)
+        if signed[self.name].upload != own.upload:
             raise ReportedError("sum", "the upload of this site was replaced; nothing leaves")
         if number == 0:
-            total, _ = open_sum(vectors.values(), own.layout, True)
+            total, _ = statements.open_sum(vectors.values(), own.layout, True)
             write_tensors(self.session.folder / "counts.safetensors", total, {})
-            before = initial_shared(self.world.method, self.world.frozen, len(plan.members))
-            check_same_state(before, state)
+            before = statements.initial_shared(self.world.method, self.world.frozen, len(plan.members))
+            statements.check_same_state(before, state)
         else:
-            total, _ = open_sum(vectors.values(), own.layout, is_total(settings))
+            total, _ = statements.open_sum(vectors.values(), own.layout, statements.is_total(settings))
             before = {key[6:]: value for key, value in stored.items() if key.startswith("state/")}
-            check_same_state(next_state(settings, before, total, plan.member_names, plan.multi_label), state)
+            statements.check_same_state(
+                statements.next_state(settings, before, total, plan.member_names, plan.multi_label), state
+            )
         counts, _ = read_tensors(self.session.folder / "counts.safetensors")
         self._check_counts(counts)
-        return state, hash_statements(statements), class_limits(self.world.method, self.world.frozen.dim, counts)
+        limits = verified.class_limits(self.world.method, self.world.frozen.dim, counts)
+        return state, statements.hash_statements(signed), limits
 
     def _check_counts(self, counts: Tensors) -> None:
         """Refuse counts that no members can have, as a wrong mask would give."""
@@ -416,12 +394,14 @@ class _Step:
         if not is_valid or bool((counts["counts"].amax(-1) > samples).any()):
             raise ReportedError("sum", "the summed counts are not plausible; a member sent a wrong mask or upload")
 
-    def _stored(self, number: int, identity: Mapping[str, Any]) -> tuple[UploadStatement, Tensors, bool] | None:
+    def _stored(
+        self, number: int, identity: Mapping[str, Any]
+    ) -> tuple[statements.UploadStatement, Tensors, bool] | None:
         """Return the upload of this round, if it has left before; refuse to compute it at another point."""
         if not self.session.step_path(number).exists():
             return None
         stored, header = self.session.read_step(number)
-        statement = UploadStatement(**header["statement"])
+        statement = statements.UploadStatement(**header["statement"])
         if any(getattr(statement, name) != value for name, value in identity.items()):
             raise ReportedError("sum", f"round {number} was asked for a second time at another state; nothing leaves")
         return statement, {"masked": stored["masked"]}, False
@@ -432,18 +412,20 @@ class _Step:
         scores: Mapping[str, Any],
         identity: Mapping[str, Any],
         weight: float,
-        agreements: Mapping[str, Agreement],
+        agreements: Mapping[str, statements.Agreement],
         keep: Mapping[str, Tensors],
-    ) -> tuple[UploadStatement, Tensors, bool]:
+    ) -> tuple[statements.UploadStatement, Tensors, bool]:
         """Mask an upload, sign it and write it to disk; only then it may leave."""
         context = f"site {self.name}, round {identity['round']}"
-        weighted = weight_upload(upload, weight, context)
-        weighted[SCORES_KEY] = summed_scores(scores, self.policy)
-        integers = to_fixed_point(weighted, len(agreements), context)
-        keys = pair_keys(self.session.secret, agreements, self.name, [identity[name] for name in sorted(identity)])
-        vector = mask_vector(pack_integers(integers), self.name, keys)
-        words = {**identity, "upload": hash_vector(vector), "layout": layout_of(upload)}
-        statement = sign(UploadStatement(member=self.name, **words), self.member.signer)
+        weighted = verified.weight_upload(upload, weight, context)
+        weighted[statements.SCORES_KEY] = summed_scores(scores, self.policy)
+        integers = verified.to_fixed_point(weighted, len(agreements), context)
+        keys = statements.pair_keys(
+            self.session.secret, agreements, self.name, [identity[name] for name in sorted(identity)]
+        )
+        vector = verified.mask_vector(verified.pack_integers(integers), self.name, keys)
+        words = {**identity, "upload": hash_vector(vector), "layout": statements.layout_of(upload)}
+        statement = statements.sign(statements.UploadStatement(member=self.name, **words), self.member.signer)
         masked = {"masked": torch.from_numpy(vector.view("int64"))}
         kept = {f"{group}/{key}": value for group, of in keep.items() for key, value in of.items()}
         number = identity["round"]
@@ -454,9 +436,9 @@ class _Step:
 def summed_scores(scores: Mapping[str, Any], policy: Policy) -> torch.Tensor:
     """Return the numbers that add up to the scores of all members; zeros if the policy reports none."""
     if not scores or policy.score_detail == "none":
-        return torch.zeros(len(SCORE_NAMES), dtype=torch.float64)
+        return torch.zeros(len(statements.SCORE_NAMES), dtype=torch.float64)
     loss = float(scores.get("loss", 0.0)) * scores["validation_rows"]
-    counts = [float(scores[name]) for name in SCORE_NAMES[:-1]]
+    counts = [float(scores[name]) for name in statements.SCORE_NAMES[:-1]]
     return torch.tensor([*counts, min(loss, 1e6)], dtype=torch.float64)
 
 
@@ -483,13 +465,6 @@ def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
             for key in label_keys(label, world.frozen.classes):
                 out.setdefault(key, []).append(digest)
     return {name: sorted(out[name]) for name in sorted(out)}
-
-
-def label_keys(label: int | list[int], classes: Sequence[str]) -> list[str]:
-    """Name what a label says: its class, or each known finding; the server chooses the order of the classes."""
-    if isinstance(label, int):
-        return [classes[label]]
-    return [f"{name} {value}" for name, value in zip(classes, label, strict=True) if value >= 0] or ["unknown"]
 
 
 def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:

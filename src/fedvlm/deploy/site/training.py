@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
@@ -72,11 +73,7 @@ def load_site_training(
     policy: Policy,
     resumes: bool = True,  # a run that has begun here; else the data of today are taken, if they may be
 ) -> SiteTraining:
-    """Load a site's own samples for one training.
-
-    The server chooses classes and method; how samples are split is the site's choice, unless the policy allows
-    otherwise.
-    """
+    """Load a site's samples for one training; how they are split is the site's choice, unless its policy leaves it."""
     seed = int(spec["seed"])
     if not kit.plays:
         policy.check_partition(settings.clients)
@@ -90,7 +87,9 @@ def load_site_training(
     check_samples(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
-        _check_plays(prepared, kit.plays)
+        if kit.plays not in (members := prepared.partition.clients):
+            names = join_names(list(members))
+            raise SettingsError(f"plays = {kit.plays!r} is not a client of this experiment; it has {names}")
     else:
         embeds_images = not kit.encoder.startswith("store:")
         clients = with_calibration(settings.clients) if embeds_images else settings.clients
@@ -101,24 +100,16 @@ def load_site_training(
     id = kit.plays or kit.name
     prepared = _limit_samples(prepared, id, policy.max_samples)
     if trial := "tuning" in spec:
-        prepared = _without_test(prepared, id)
+        member = replace(prepared.partition.clients[id], test=np.zeros(0, np.int64))  # nothing is chosen by them
+        prepared = _replace_member(prepared, id, member)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     train = prepared.partition.clients[id].train
     groups = group_numbers(rows)
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     origin = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint, **provenance()}
-    return SiteTraining(
-        world,
-        label_tensor(rows).numpy()[train],
-        rows.encoder,
-        title,
-        origin,
-        spec,
-        trial,
-        chosen,
-        None if groups is None else groups.numpy()[train],
-    )
+    labels, of_train = label_tensor(rows).numpy()[train], None if groups is None else groups.numpy()[train]
+    return SiteTraining(world, labels, rows.encoder, title, origin, spec, trial, chosen, of_train)
 
 
 def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
@@ -133,20 +124,9 @@ def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
     return _replace_member(prepared, id, replace(member, train=train, unlabelled=unlabelled))
 
 
-def _without_test(prepared: Prepared, id: str) -> Prepared:
-    """Remove the test samples of a trial, so that nothing is chosen by them."""
-    return _replace_member(prepared, id, replace(prepared.partition.clients[id], test=np.zeros(0, np.int64)))
-
-
 def _replace_member(prepared: Prepared, id: str, member: ClientSplit) -> Prepared:
     members = {**prepared.partition.clients, id: member}
     return replace(prepared, partition=replace(prepared.partition, clients=members))
-
-
-def _check_plays(prepared: Prepared, plays: str) -> None:
-    members = prepared.partition.clients
-    if plays not in members:
-        raise SettingsError(f"plays = {plays!r} is not a client of this experiment; it has {join_names(list(members))}")
 
 
 def with_reference(world: World, reference: Tensor | None) -> World:
@@ -273,7 +253,9 @@ def describe_site(
         facts |= compare_correct(*((part.argmax(1) == truth).numpy() for part in logits))
     if not policy.plain or policy.score_detail != "exact":
         exact = ("samples", "difference", "half_width")
-        return {key: round(value * SCORE_STEPS) / SCORE_STEPS for key, value in facts.items() if key not in exact}
+        rounding = {"embeddings": floor, "by_chance": ceil}  # so that no site is called different by rounding
+        facts = {key: value for key, value in facts.items() if key not in exact}
+        return {key: rounding.get(key, round)(value * SCORE_STEPS) / SCORE_STEPS for key, value in facts.items()}
     shown = {f"count {i}": count for i, count in enumerate(counts.tolist()) if not 0 < count < min_count}
     if site_training.samples is None:  # a rehearsal's
         return {key: value for key, value in facts.items() if key != "samples"}

@@ -16,11 +16,7 @@ QUIET_ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-PUBLIC_NAMES = {  # `api.NAME` is that of this module of Flower
-    "ClientApp": "flwr.clientapp",
-    "Grid": "flwr.serverapp",
-    "ServerApp": "flwr.serverapp",
-}
+PUBLIC_NAMES = {"ClientApp": "flwr.clientapp", "ServerApp": "flwr.serverapp"}  # `api.NAME` is that of this module
 INTERNAL_NAMES = {  # (module, name) that deploy/flower calls, and why; none is replaced
     ("flwr.common.serde", "message_to_proto"): "writes the header of a site's reply",
     ("flwr.proto", "fleet_pb2"): "connects a site, asks for requests and sends replies",

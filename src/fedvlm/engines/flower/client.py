@@ -4,10 +4,10 @@
 server names the version it continues from, so a round whose reply was lost, or a resumed server, gets the same reply.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -76,15 +76,9 @@ class ClientTraining:
 
     def restore(self, state: Message) -> Message:
         """Restore earlier versions beside the present ones: the server may continue from either."""
-        stored = Message({}) if self.folder is None else self.read_file()
-        sources = [unpack_versions(to_tensors(source.arrays), source.header, self.key) for source in (stored, state)]
-        return self.write({**sources[0], **sources[1]})
-
-    def read_file(self) -> Message:
-        if not self.path.exists():
-            return Message({})
-        flat, header = read_tensors(self.path)
-        return Message(header, to_arrays(flat))
+        has_file = self.folder is not None and self.path.exists()
+        stored = unpack_versions(*read_tensors(self.path), self.key) if has_file else {}
+        return self.write({**stored, **unpack_versions(to_tensors(state.arrays), state.header, self.key)})
 
     @property
     def path(self) -> Path:
@@ -96,18 +90,12 @@ def client_training(world: World, id: str) -> ClientTraining:
     return ClientTraining("", id, client_world(world, id))
 
 
-class AdaptationListener(Protocol):
-    """Receive what a client has adapted; in one process nobody does."""
-
-    def on_adapted(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None: ...
-
-
 @dataclass
 class TrainingHandler:
     """Answer rounds and adaptations of the known trainings."""
 
     trainings: dict[str, ClientTraining] = field(default_factory=dict)
-    listener: AdaptationListener | None = None
+    on_adapted: Callable[[ClientTraining, Tensors, Tensors], None] | None = None  # with what was sent and what came
 
     def answer(self, message: Message, state: Message) -> tuple[Message, Message]:
         """Return the reply and the new state; `local` is in the state and never in the reply."""
@@ -142,8 +130,8 @@ class TrainingHandler:
             state = training.write(
                 {**held, after: join_channel_state(done.local_tensors, {} if adapts else channel_state)}
             )
-        if adapts and self.listener is not None:
-            self.listener.on_adapted(training, sent, done.local_tensors)
+        if adapts and self.on_adapted is not None:
+            self.on_adapted(training, sent, done.local_tensors)
         reply = {
             **{key: header[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,

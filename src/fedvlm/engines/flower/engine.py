@@ -8,34 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from fedvlm.core import Tensors
 from fedvlm.engines import flower as api
 from fedvlm.engines.client import ClientReply, Local, RemoteState, RoundReplies, Task, World, as_tensors
-from fedvlm.engines.flower import import_flower
-from fedvlm.engines.flower.client import (
-    TrainingHandler,
-    Versions,
-    client_training,
-    pack_versions,
-    to_arrays,
-    to_tensors,
-    unpack_versions,
-)
-from fedvlm.engines.flower.messages import (
-    Message,
-    collect_replies,
-    from_records,
-    read_context_state,
-    seal,
-    to_records,
-    unseal,
-)
+from fedvlm.engines.flower import client, import_flower, messages
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.tensors import max_relative_difference
 
 TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
+CLIENT_STATE = "the state of this client"
 MESSAGE_TYPES = {"open": "query", "evaluate": "query"}  # Flower's words for ours; all others are "train"
 
 
@@ -76,13 +59,13 @@ class FlowerEngine:
         """Return what stands for a client's local tensors at the server."""
         return RemoteState(version)
 
-    def seal(self, message: Message) -> Message:
-        return seal(message)
+    def seal(self, message: messages.Message) -> messages.Message:
+        return messages.seal(message)
 
-    def unseal(self, message: Message, id: str, context: str) -> Message:
-        return unseal(message, context)
+    def unseal(self, message: messages.Message, id: str, context: str) -> messages.Message:
+        return messages.unseal(message, context)
 
-    def check(self, message: Message, id: str, request: Message) -> None:
+    def check(self, message: messages.Message, id: str, request: messages.Message) -> None:
         """Refuse an invalid reply; in one process all are valid."""
 
     def describe_error(self, error: Any) -> str:
@@ -91,7 +74,7 @@ class FlowerEngine:
 
     def _run_tasks(self, kind: str, number: int, tasks: Sequence[Task]) -> RoundReplies:
         parcels = {
-            task.id: Message(
+            task.id: messages.Message(
                 {
                     "kind": kind,
                     "training": self.training,
@@ -101,7 +84,7 @@ class FlowerEngine:
                     "version": self.version(task.id, task.local),
                     "held": [] if task.best_local is None else [self.version(task.id, task.best_local)],
                 },
-                to_arrays(task.sent),
+                client.to_arrays(task.sent),
             )
             for task in tasks
         }
@@ -110,29 +93,29 @@ class FlowerEngine:
         done = {}
         for id, reply in replies.items():
             header = reply.header
-            upload = to_tensors(reply.arrays) if header["uploads"] else None
+            upload = client.to_tensors(reply.arrays) if header["uploads"] else None
             local, releases = self.local(id, header["version"]), header.get("releases", 0)
             scores, described = header["scores"], header["described"]
             done[id] = ClientReply(upload, local, scores, self.rows[id], described, True, releases)
         return RoundReplies(done, dict(self.missing), min_clients=self._required_replies(len(parcels)))
 
-    def exchange(self, parcels: Mapping[str, Message], number: int) -> dict[str, Message]:
+    def exchange(self, parcels: Mapping[str, messages.Message], number: int) -> dict[str, messages.Message]:
         """Send each client its message and return the valid replies; too few are an error."""
         sealed = self._sealed(parcels)
-        requests: dict[str, tuple[str, Message]] = {}
+        requests: dict[str, tuple[str, messages.Message]] = {}
         connected = list(sealed)
-        messages = [self._message(sealed[id], self.nodes[id], number) for id in connected]
-        for id, sent in zip(connected, self.grid.push_messages(messages), strict=True):
+        outgoing = [self._message(sealed[id], self.nodes[id], number) for id in connected]
+        for id, sent in zip(connected, self.grid.push_messages(outgoing), strict=True):
             if sent is None:
                 self.missing[id] = "the server's SuperLink did not accept the message"
             else:
                 requests[sent] = (id, sealed[id])
-        replies: dict[str, Message] = {}
+        replies: dict[str, messages.Message] = {}
 
         def is_complete() -> bool:
             return self.is_complete({id for id, _ in requests.values()})
 
-        for message in collect_replies(self.grid, list(requests), self.deadline, is_complete):
+        for message in messages.collect_replies(self.grid, list(requests), self.deadline, is_complete):
             id, request = requests.pop(message.metadata.reply_to_message_id)
             with self._record_failure(id, request):
                 replies[id] = self._accept(message, id, request)
@@ -149,31 +132,31 @@ class FlowerEngine:
         """Return why a client no longer counts, or nothing."""
         return ""
 
-    def _sealed(self, parcels: Mapping[str, Message]) -> dict[str, Message]:
+    def _sealed(self, parcels: Mapping[str, messages.Message]) -> dict[str, messages.Message]:
         """Return requests to the connected clients, each with a nonce that its reply must repeat."""
         for id in parcels.keys() - self.nodes.keys():
             self.missing[id] = self.absent.get(id, "it is not connected")
         return {
-            id: self.seal(Message({**message.header, "nonce": token_hex(16)}, message.arrays))
+            id: self.seal(messages.Message({**message.header, "nonce": token_hex(16)}, message.arrays))
             for id, message in parcels.items()
             if id in self.nodes
         }
 
-    def _message(self, message: Message, node: int, number: int) -> Any:
+    def _message(self, message: messages.Message, node: int, number: int) -> Any:
         ttl = None if self.deadline is None else self.deadline + TTL_MARGIN_SECONDS
         return self.grid.create_message(
-            to_records(message), MESSAGE_TYPES.get(message.header["kind"], "train"), node, str(number), ttl
+            messages.to_records(message), MESSAGE_TYPES.get(message.header["kind"], "train"), node, str(number), ttl
         )
 
-    def _accept(self, message: Any, id: str, request: Message) -> Message:
+    def _accept(self, message: Any, id: str, request: messages.Message) -> messages.Message:
         """Return the reply as a message, if it is intact, from this client, and to this request."""
         context = _describe_request(id, request)
         if message.has_error():
             reason = self.exclusion_reason(id) or self.describe_error(message.error.reason)
             raise FederationError(f"{context}: {reason}")
-        return self._check_reply(from_records(message.content, context), id, request)
+        return self._check_reply(messages.from_records(message.content, context), id, request)
 
-    def _check_reply(self, message: Message, id: str, request: Message) -> Message:
+    def _check_reply(self, message: messages.Message, id: str, request: messages.Message) -> messages.Message:
         context = _describe_request(id, request)
         message = self.unseal(message, id, context)
         if "error" in message.header:
@@ -193,7 +176,7 @@ class FlowerEngine:
         return message
 
     @contextmanager
-    def _record_failure(self, id: str, request: Message) -> Iterator[None]:
+    def _record_failure(self, id: str, request: messages.Message) -> Iterator[None]:
         """Record whatever is wrong with one client's reply: only that client is missing."""
         try:
             yield
@@ -217,7 +200,7 @@ class FlowerEngine:
             )
 
 
-def _describe_request(id: str, request: Message) -> str:
+def _describe_request(id: str, request: messages.Message) -> str:
     return id if request.header["kind"] in MESSAGE_TYPES else f"client {id}, round {request.header['round']}"
 
 
@@ -226,23 +209,22 @@ class InProcessEngine(FlowerEngine):
 
     def __init__(self, world: World) -> None:
         ids = sorted(world.members)
-        grid = local_grid({id: TrainingHandler({"": client_training(world, id)}) for id in ids})
+        grid = local_grid({id: client.TrainingHandler({"": client.client_training(world, id)}) for id in ids})
         super().__init__(grid, grid.nodes, "")
         self.rows = {id: len(member.train) for id, member in world.members.items()}
-        self.known_versions: dict[str, Versions] = {id: {} for id in ids}
+        self.known_versions: dict[str, client.Versions] = {id: {} for id in ids}
         self.n_planted = 0
 
     def version(self, id: str, local: Local) -> int:
-        """Return the version of local tensors; those that the client does not have (initial ones, a checkpoint's) are
-        stored first."""
+        """Return the version of local tensors; those that the client does not have are stored there first."""
         local = as_tensors(local)
         for version, tensors in self.known_versions[id].items():
             if tensors is local:
                 return version
         self.n_planted -= 1
         self.known_versions[id][self.n_planted] = local
-        flat, header = pack_versions("", {**self._stored_versions(id), self.n_planted: local})
-        self.grid.keep(id, Message(header, to_arrays(flat)))
+        flat, header = client.pack_versions("", {**self._stored_versions(id), self.n_planted: local})
+        self.grid.keep(id, messages.Message(header, client.to_arrays(flat)))
         return self.n_planted
 
     def local(self, id: str, version: int) -> Tensors:
@@ -253,57 +235,49 @@ class InProcessEngine(FlowerEngine):
         self.known_versions[id] = stored
         return self.known_versions[id][version]
 
-    def _stored_versions(self, id: str) -> Versions:
+    def _stored_versions(self, id: str) -> client.Versions:
         state = self.grid.state(id)
-        return unpack_versions(to_tensors(state.arrays), state.header, "")
+        return client.unpack_versions(client.to_tensors(state.arrays), state.header, "")
 
 
-class MessageHandler(Protocol):
-    """Answer messages: a training handler, or a whole site."""
-
-    def answer(self, message: Message, state: Message) -> tuple[Message, Message]: ...
-
-
-def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
-    """Create Flower's grid and ClientApp without processes: a message is a call."""
+def local_grid(desks: Mapping[str, Any]) -> Any:
+    """Create Flower's grid and ClientApp without processes: a message is a call of a handler's or a site's `answer`."""
     app = import_flower()
     TaskIdentity = api.TaskIdentity
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    client = api.ClientApp()
+    client_app = api.ClientApp()
     by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
-        request = unseal(from_records(message.content, "a client"), "a client")
-        reply, after = desks[by_node[context.node_id]].answer(request, read_state(context))
-        write_state(context, after)
-        return app.Message(to_records(seal(reply)), reply_to=message)
+        request = messages.unseal(messages.from_records(message.content, "a client"), "a client")
+        reply, after = desks[by_node[context.node_id]].answer(
+            request, messages.read_context_state(context, CLIENT_STATE)
+        )
+        context.state = messages.to_records(after)
+        return app.Message(messages.to_records(messages.seal(reply)), reply_to=message)
 
     def call(message: Any, context: Any) -> Any:
         try:
-            return client(message, context)
+            return client_app(message, context)
         except Exception as error:
-            return app.Message(app.Error(2, format_error(error)), reply_to=message)
+            is_explained = isinstance(error, FedVLMError)  # a person can fix it: without a trace
+            reason = str(error) if is_explained else traceback.format_exc()
+            return app.Message(app.Error(2, reason), reply_to=message)
 
-    client.train()(train)
-    client.query()(train)
+    client_app.train()(train)
+    client_app.query()(train)
 
-    class LocalGrid(api.Grid):  # type: ignore[misc, unused-ignore]
+    class LocalGrid:
         def __init__(self) -> None:
             self.nodes = {id: node for node, id in by_node.items()}
             self.messages: list[Any] = []  # every message of the last exchange, both ways
             self.contexts = {node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node}
 
-        def keep(self, id: str, state: Message) -> None:
-            write_state(self.contexts[self.nodes[id]], state)
+        def keep(self, id: str, state: messages.Message) -> None:
+            self.contexts[self.nodes[id]].state = messages.to_records(state)
 
-        def state(self, id: str) -> Message:
-            return read_state(self.contexts[self.nodes[id]])
-
-        def set_run(self, run: Any) -> None: ...
-
-        @property
-        def run(self) -> Any:
-            return None
+        def state(self, id: str) -> messages.Message:
+            return messages.read_context_state(self.contexts[self.nodes[id]], CLIENT_STATE)
 
         def create_message(
             self, content: Any, message_type: str, dst_node_id: int, group_id: str, ttl: Any = None
@@ -313,8 +287,8 @@ def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
         def get_node_ids(self) -> Iterable[int]:
             return list(self.contexts)
 
-        def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
-            self.messages = list(messages)
+        def push_messages(self, outgoing: Iterable[Any]) -> Iterable[str]:
+            self.messages = list(outgoing)
             for number, message in enumerate(self.messages):
                 message.metadata.__dict__["_message_id"] = f"{number}"
             return [message.metadata.message_id for message in self.messages]
@@ -325,22 +299,4 @@ def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
             self.messages = [*self.messages, *replies]
             return replies
 
-        def send_and_receive(self, messages: Iterable[Any], *, timeout: Any = None) -> Any:
-            return self.pull_messages(self.push_messages(messages))
-
     return LocalGrid()
-
-
-def read_state(context: Any) -> Message:
-    return read_context_state(context, "the state of this client")
-
-
-def write_state(context: Any, state: Message) -> None:
-    context.state = to_records(state)
-
-
-def format_error(error: Exception) -> str:
-    """Return an error as the server should read it, without a trace if a person can fix it."""
-    if isinstance(error, FedVLMError):
-        return str(error)
-    return traceback.format_exc()
