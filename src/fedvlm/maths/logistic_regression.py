@@ -102,14 +102,11 @@ def fit_converged_path(
     for _ in range(NEWTON_STEPS):
         direction = regression.newton_direction(logits, position)
         step, logit_step = regression.search(logits, position, direction, 2 * LINE_SEARCH_STEPS)
-        before, after = (
-            regression.objective(*at) for at in ((logits, position), (logits + logit_step, position + step))
-        )
+        points = ((logits, position), (logits + logit_step, position + step))
+        before, after = (regression.objective(*point) for point in points)
         is_better = (after <= before)[:, None, None]
-        position, logits = (
-            position + torch.where(is_better, step, 0.0),
-            logits + torch.where(is_better, logit_step, 0.0),
-        )
+        position = position + torch.where(is_better, step, 0.0)
+        logits = logits + torch.where(is_better, logit_step, 0.0)
     return regression.path(position, regression.gradient(logits, position))
 
 
@@ -417,9 +414,8 @@ def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: fl
     gradients = known.gradients + ridge_weights * (known.points - anchor)
     penalties = (ridge_weights * (known.points - anchor).square()).sum((1, 2)) / 2
     best = int((known.losses + penalties).argmin())
-    steps, changes = (
-        torch.cat([values[:best], values[best + 1 :]]) - values[best] for values in (known.points, gradients)
-    )
+    pair = known.points, gradients
+    steps, changes = (torch.cat([values[:best], values[best + 1 :]]) - values[best] for values in pair)
     direction = block_bfgs_direction(
         gradients[best], steps, changes, lambda q: torch.cholesky_solve(q.mT.contiguous(), root).mT
     )

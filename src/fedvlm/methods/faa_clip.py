@@ -142,9 +142,8 @@ def train_stacked(
 ) -> tuple[Tensors, Tensors]:
     """Do every client's `parts.adam`; a client without a sample in a step does not change."""
     local_tensors, states = split_state(local)
-    parameters = {
-        key: value.clone(memory_format=torch.contiguous_format) for key, value in {**sent, **local_tensors}.items()
-    }
+    state, contiguous = {**sent, **local_tensors}, torch.contiguous_format
+    parameters = {key: value.clone(memory_format=contiguous) for key, value in state.items()}
     trained = {key: value for key, value in parameters.items() if key not in MEMORY}
     grads = {key: torch.zeros_like(value) for key, value in trained.items()}
     has_moments, step_settings = bool(states), schedule(method)

@@ -18,11 +18,8 @@ SIMILAR_NAME_CUTOFF = 0.85  # difflib ratio above which two class names may be a
 def data_warnings(samples: EmbeddedTable, partition: Partition) -> list[str]:
     """Return a message for each client or class that deserves attention before training."""
     classes_of = {id: _class_ids(samples, client) for id, client in partition.clients.items()}
-    messages = [
-        f"client {id!r} has only one class: {samples.classes[min(class_ids)]!r}"
-        for id, class_ids in classes_of.items()
-        if len(class_ids) == 1
-    ]
+    single = {id: min(class_ids) for id, class_ids in classes_of.items() if len(class_ids) == 1}
+    messages = [f"client {id!r} has only one class: {samples.classes[label]!r}" for id, label in single.items()]
     counts = {id: len(client.validation) for id, client in partition.clients.items()}
     if small := [f"{id} ({count})" for id, count in counts.items() if count <= MIN_VALIDATION_SAMPLES]:
         messages.append(
