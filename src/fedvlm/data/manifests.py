@@ -29,6 +29,7 @@ from fedvlm.plugins import require
 
 REQUIRED_COLUMNS = ("path", "label")
 OPTIONAL_COLUMNS = ("client", "domain", "split", "group")
+MAX_FINDING_VALUES = 4  # with as few different cells, one of them 1, a column may be meant as a finding
 NO_FINDING = "no finding"  # in a column labels: none of the findings; an empty cell is unknown
 
 
@@ -60,8 +61,34 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
         table = tabulate_findings(file.stem, Files(file.parent, names), findings, *optional)
     groups = columns.get("group")
     used = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS, "labels", *(() if findings is None else findings[0])}
-    subgroups = {title: string_column(cells, len(names)) for title, cells in columns.items() if title not in used}
-    return replace(table, groups=None if groups is None else anonymise_groups(groups), subgroups=subgroups)
+    others = {title: cells for title, cells in columns.items() if title not in used}
+    subgroups = {title: string_column(cells, len(names)) for title, cells in others.items()}
+    _check_repeated_rows(str(file), names, table)
+    notes = (*table.notes, *(_near_findings(others) if findings is not None else ()))
+    groups_column = None if groups is None else anonymise_groups(groups)
+    return replace(table, groups=groups_column, subgroups=subgroups, notes=notes)
+
+
+def _check_repeated_rows(context: str, names: Sequence[str], table: Dataset) -> None:
+    """Refuse an image that two rows give different labels."""
+    first: dict[str, int] = {}
+    for row, name in enumerate(names):
+        before = first.setdefault(name, row)
+        if table.labels[row] != table.labels[before]:
+            raise DataError(
+                f"{context}: rows {before + 1} and {row + 1} give {name} different labels; give it one row, with all "
+                "its findings if it has several"
+            )
+
+
+def _near_findings(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Name columns that are no findings, but may have been meant as such."""
+    for title, cells in columns.items():
+        values = sorted(set(cells) - {""})
+        if not values:
+            yield f"the column {title!r} is empty, and no finding"
+        elif {"1", "1.0"} & set(values) and len(values) <= MAX_FINDING_VALUES:
+            yield f"the column {title!r} has the cells {join_names(values)}, so it is a subgroup and no finding"
 
 
 def read_findings(
