@@ -25,7 +25,7 @@ from fedvlm.storage.files import write_file, write_index
 
 MAX_ONNX_ERROR = 1e-5  # of logits relative to the largest; ten times that of probabilities
 ONNX_OPSET = 17
-CARD = Path(__file__).parent / "card.md"
+CARD = Path(__file__).parent / "card.txt"
 
 
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
