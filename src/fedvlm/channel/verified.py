@@ -72,9 +72,7 @@ def unpack_integers(vector: Vector, template: Mapping[str, Tensor]) -> Tensors:
     """Invert `pack_integers`, with names and shapes of the template."""
     sizes = [template[key].numel() for key in sorted(template)]
     if vector.shape != (sum(sizes),):
-        raise FederationError(
-            f"the sum must have {sum(sizes)} numbers, got {vector.size}; a member sent another upload"
-        )
+        raise FederationError(f"the sum must have {sum(sizes)} numbers, got {vector.size}; a member's upload differs")
     parts = np.split(vector.view(np.int64), np.cumsum(sizes)[:-1])
     return {
         key: torch.from_numpy(part.copy()).reshape(template[key].shape)
