@@ -33,8 +33,7 @@ def weight_upload(upload: Tensors, weight: float, context: str) -> Tensors:
     for key, value in upload.items():
         if not value.is_floating_point() and weight != 1:
             raise FederationError(
-                f"{context}: {key!r} holds integers, whose mean over samples is not an integer; "
-                "set channel.verified = false"
+                f"{context}: {key!r} holds integers, whose mean is not an integer; set channel.verified = false"
             )
         weighted[key] = weight * value.double() if value.is_floating_point() else value
     return weighted
