@@ -47,7 +47,8 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
         request = read_signed_request(path)
         if invitation is not None or site not in (None, request.site):
             raise SettingsError(
-                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to restart"
+                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to begin "
+                "anew"
             )
         return request
     (folder / NEXT_KEY_FILE).unlink(missing_ok=True)  # of a request that was never written
@@ -100,7 +101,8 @@ def read_signed_request(path: Path) -> JoinRequest:
         keys.Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
     except (FederationError, ValueError) as error:
         raise DataError(
-            f"{path} is not signed by the key that it names: it was changed on its way; have the site send it again"
+            f"{path} is not signed by the key that it names, so it was changed or damaged on its way; have the site "
+            "send it again"
         ) from error
     return JoinRequest(path, **{name: words[name] for name in REQUEST_FIELDS})
 
@@ -209,7 +211,8 @@ def accept_certificate(folder: Path, file: Path) -> certificates.SiteCertificate
     certificate = certificates.read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
-            f"{file} belongs to another federation than {folder} asked to join; have its server send the certificate"
+            f"{file} belongs to another federation than the one that {folder} asked to join; have its server send the "
+            "certificate"
         )
     for name in (NEXT_KEY_FILE, "key"):
         if (folder / name).exists() and keys.Signer(folder / name).public == certificate.key.encode():
