@@ -1,9 +1,7 @@
-"""Wall time and peak memory of whole federations, on embeddings it makes."""
+"""Wall time and peak memory of a federation of PACS's sizes, on embeddings it makes; clients.py has many clients."""
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -67,30 +65,6 @@ def pacs(rounds: int) -> None:
     )
 
 
-def run_many_clients(method: str, rounds: int) -> None:
-    """1,000 clients of 5 to 500 rows; 10 classes, all clients in every round."""
-    sizes = {f"{i:03}": 5 + (i * 331) % 496 for i in range(1000)}
-    rows = made(sizes, classes=10)
-    options = {"blocks": 16} if method == "fedot" else {}
-    with tempfile.TemporaryDirectory() as folder, Memory() as memory:
-        start_time = perf_counter()
-        fedvlm.run(
-            {"name": method, "rounds": rounds, **options},
-            embedded=rows,
-            out=folder,
-            protocol="own-test",
-            clients={"partition": "own"},
-            workers=1,
-        )
-        seconds = perf_counter() - start_time
-    report(
-        f"1,000 clients of 5 to 500 rows, {method} {options}, one process: "
-        f"{seconds / rounds:.1f} s a round, {memory.peak:.2f} GB",
-        f"1,000 clients of 5 to 500 rows, {method}, one process, a round",
-        **{"s": seconds / rounds, "GB": memory.peak},
-    )
-
-
 class Memory:
     """Peak memory of this process and its workers: pages they share are counted once."""
 
@@ -118,13 +92,5 @@ class Memory:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", nargs="?", choices=["pacs", "crowd-fedavg", "crowd-fedot"])
-    parser.add_argument("--rounds", type=int, default=0)
-    args = parser.parse_args()
-    if args.case is None:  # each case in a process of its own, so that its peak is its own
-        for case in ("pacs", "crowd-fedavg", "crowd-fedot"):
-            subprocess.run([sys.executable, str(Path(__file__)), case], check=True)
-    elif args.case == "pacs":
-        pacs(args.rounds or 200)
-    else:
-        run_many_clients(args.case.removeprefix("crowd-"), args.rounds or 3)
+    parser.add_argument("--rounds", type=int, default=200)
+    pacs(parser.parse_args().rounds)

@@ -72,16 +72,9 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if not isinstance(seed, int | np.integer):
             seed = check_random_state(seed).randint(2**31 - 1)
         try:
-            result = run(
-                self.method,
-                clients={id: (X[names == id], labels[names == id]) for id in ids},
-                classes=[str(name) for name in classes],
-                text=self.text,
-                scale=self.scale,
-                ratios=ratios,
-                seeds=[int(seed)],
-                **(self.settings or {}),
-            )
+            samples: dict[str, Any] = {"clients": {id: (X[names == id], labels[names == id]) for id in ids}}
+            samples |= {"classes": [str(name) for name in classes], "text": self.text, "scale": self.scale}
+            result = run(self.method, **samples, ratios=ratios, seeds=[int(seed)], **(self.settings or {}))
         except DataError as error:
             raise ValueError(str(error)) from error  # what scikit-learn's tools expect of bad data
         self.classes_ = classes

@@ -54,10 +54,8 @@ def is_local_only(source: str | Path) -> bool:
         raise EncoderError(f"there is no directory {path}; {suggest_path(path)}give a model's directory or Hub name")
     reason = unreachable_reason()
     if reason and not is_cached(str(source)):
-        raise EncoderError(
-            f"hf:{source} cannot be opened ({reason}); check the name and the network, or give a "
-            "directory that holds the model"
-        )
+        remedy = "check the name and the network, or give a directory that holds the model"
+        raise EncoderError(f"hf:{source} cannot be opened ({reason}); {remedy}")
     return bool(reason)
 
 

@@ -1,14 +1,15 @@
 """Plugins: registries that other packages add to through entry points, and scripts by their path."""
 
 import sys
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import RLock
-from typing import TypeVar
+from typing import Any, TypeVar
 from warnings import warn
 
-from fedvlm.errors import OutsideWarning, SettingsError, suggest_path
+from fedvlm.errors import FedVLMError, OutsideWarning, SettingsError, suggest_path
 
 E = TypeVar("E")
 _LOADED: set[str] = set()  # entry-point groups that were searched
@@ -53,6 +54,14 @@ def import_file(path: Path) -> None:
         raise SettingsError(f"--import {path}: {error}") from error
     except Exception as error:
         raise SettingsError(f"--import {path} failed with {type(error).__name__}: {error}; correct the file") from error
+
+
+def require(module: str, need: str, extra: str, kind: type[FedVLMError] = SettingsError) -> Any:
+    """Import an optional package; `need` says what it is needed for, and `extra` installs it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise kind(f"{need}; pip install 'fedvlm[{extra}]'") from error
 
 
 def add_entry(table: dict[str, E], kind: str, name: str, entry: E) -> None:

@@ -12,21 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.evaluate.metrics import Table, describe_outliers
-from fedvlm.storage.files import (
-    INDEX_FILE,
-    DamagedError,
-    decode_json,
-    encode_json,
-    exclusive_lock,
-    explain_os_errors,
-    open_for_append,
-    read_json,
-    read_tensors,
-    slug,
-    write_file,
-    write_index,
-    write_json,
-)
+from fedvlm.storage import files
 
 if TYPE_CHECKING:  # most of a record is read without torch
     from torch import Tensor
@@ -46,7 +32,7 @@ RECORD_FILES = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DES
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a run; another format is refused."""
-    manifest = dict(read_json(folder / "manifest.json"))
+    manifest = dict(files.read_json(folder / "manifest.json"))
     if manifest.get("format") != RECORD_FORMAT:
         wrote = manifest.get("versions", {}).get("fedvlm", "an earlier one")
         raise DataError(
@@ -86,26 +72,21 @@ class Record:
         if path.exists():
             self.compare({key: manifest[key] for key in ("identity", "encoder", "rows")})
         else:
-            write_json(path, {"format": RECORD_FORMAT, **manifest})
+            files.write_json(path, {"format": RECORD_FORMAT, **manifest})
 
     def compare(self, requested: Mapping[str, Any]) -> None:
         """Refuse to continue the record of another run."""
         manifest = read_manifest(self.folder)
         compared_pair = ({key: manifest.get(key) for key in requested}, json.loads(json.dumps(requested)))
         if mismatches := differences(*compared_pair):
-            lines = [
-                f"  {name}: there {recorded_text}, here {requested_text}"
-                for name, recorded_text, requested_text in mismatches
-            ]
-            raise SettingsError(
-                f"{self.folder} holds another run, which differs in\n"
-                + "\n".join(lines)
-                + "\nchoose another directory, or delete that one"
-            )
+            lines = [f"  {name}: there {there}, here {here}" for name, there, here in mismatches]
+            differing = "\n".join(lines)
+            where = f"{self.folder} holds another run, which differs in\n{differing}"
+            raise SettingsError(f"{where}\nchoose another directory, or delete that one")
 
     def clear(self) -> None:
         """Delete everything but the manifest, so that the run starts again."""
-        ends = (self.folder / "result.json", self.folder / INDEX_FILE, self.folder / AUDIT_FILE)
+        ends = (self.folder / "result.json", self.folder / files.INDEX_FILE, self.folder / AUDIT_FILE)
         for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)
@@ -115,16 +96,14 @@ class Record:
     def lock(self) -> Iterator[None]:
         """Lock the directory for this process; the lock ends with the process."""
         manifest, lock = self.folder / "manifest.json", self.folder / ".lock"
-        with explain_os_errors(self.folder):
+        with files.explain_os_errors(self.folder):
             new = self._create_folder()
             other_files = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
             if other_files and not manifest.exists():
-                raise SettingsError(
-                    f"{self.folder} is not a run directory: it holds {sorted(other_files)[0]}; "
-                    "choose a new or an empty directory"
-                )
+                first = sorted(other_files)[0]
+                raise SettingsError(f"{self.folder} is not a run directory: it holds {first}; choose a new one")
         try:
-            with exclusive_lock(lock, f"another process is working in {self.folder}; wait for it"):
+            with files.exclusive_lock(lock, f"another process is working in {self.folder}; wait for it"):
                 self._remove_leftovers()
                 yield
         finally:
@@ -151,7 +130,7 @@ class Record:
         if self.lines_path.exists():
             complete, _, torn = self.lines_path.read_bytes().rpartition(b"\n")
             if torn:  # by a kill; the next line must not be written behind it
-                write_file(self.lines_path, complete + b"\n" if complete else b"")
+                files.write_file(self.lines_path, complete + b"\n" if complete else b"")
 
     @property
     def lines_path(self) -> Path:
@@ -170,11 +149,9 @@ class Record:
                 if not text.endswith(b"\n"):
                     return
                 try:
-                    yield decode_json(text, None)
-                except DamagedError as error:
-                    raise DataError(
-                        f"line {number} of {self.lines_path} is damaged: {error}; run again, into another directory"
-                    ) from error
+                    yield files.decode_json(text, None)
+                except files.DamagedError as error:
+                    raise DataError(f"line {number} of {self.lines_path} is damaged: {error}; run again") from error
 
     def drop_lines_after(self, training: str, rounds: int) -> None:
         """Drop lines of a training after its checkpoint; they will be written again."""
@@ -193,22 +170,22 @@ class Record:
             self._write_lines(sorted(self.lines(), key=lambda line: place[line["training"]]))
 
     def _write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        write_file(self.lines_path, b"".join(encode_json(line, None) for line in lines))
+        files.write_file(self.lines_path, b"".join(files.encode_json(line, None) for line in lines))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        with open_for_append(self.lines_path) as file:
-            file.write(encode_json(line, None))
+        with files.open_for_append(self.lines_path) as file:
+            file.write(files.encode_json(line, None))
         if self.on_line is not None:
             self.on_line(self.folder.name, line)
 
     def result(self) -> Any | None:
         path = self.folder / "result.json"
-        return read_json(path) if path.exists() else None
+        return files.read_json(path) if path.exists() else None
 
     def finish(self, tables: Sequence[Table]) -> None:
         """Write the result and the index for `fedvlm verify`."""
-        write_json(self.folder / "result.json", {"tables": tables})
-        write_index(self.folder, RECORD_FILES)
+        files.write_json(self.folder / "result.json", {"tables": tables})
+        files.write_index(self.folder, RECORD_FILES)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -218,12 +195,12 @@ class Record:
     def descriptions(self) -> Tensor | None:
         """Class descriptions (classes, texts, dim) that all clients share, if there are any."""
         path = self.folder / DESCRIPTIONS_FILE
-        return read_tensors(path)[0]["common"] if path.exists() else None
+        return files.read_tensors(path)[0]["common"] if path.exists() else None
 
     @cached_property
     def tables(self) -> list[Table]:
         """Tables, one per seed in the order of the seeds."""
-        return list(read_json(self.folder / "result.json")["tables"])
+        return list(files.read_json(self.folder / "result.json")["tables"])
 
     @property
     def traffic(self) -> tuple[int, float]:
@@ -262,14 +239,13 @@ class Record:
 
     def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Return scores and diagnostics of every training of a seed, the first if none is named."""
-        return {
-            training: dict(read_json(self.path_of(training, seed, "json"))) for training in self.manifest["trainings"]
-        }
+        names = self.manifest["trainings"]
+        return {training: dict(files.read_json(self.path_of(training, seed, "json"))) for training in names}
 
     def outcome(self, training: str, seed: int | None = None) -> tuple[Tensors, Mapping[str, Tensors]]:
         """Return the final shared tensors of a training, and the local ones of each client."""
         path = self.path_of(training, seed, "safetensors")
-        tensors, about = read_tensors(path)
+        tensors, about = files.read_tensors(path)
         groups: dict[str, Tensors] = {"shared": {}, "fresh": {}}
         local: dict[str, Tensors] = {id: {} for id in about["train"]}
         for name, value in tensors.items():
@@ -294,4 +270,4 @@ class Record:
         seeds: Sequence[int] = self.manifest["identity"]["seeds"]
         if seed is not None and seed not in seeds:
             raise SettingsError(f"the run has no seed {seed}; it has {list(seeds)}")
-        return self.folder / "trainings" / f"{seeds[0] if seed is None else seed}-{slug(training)}.{ending}"
+        return self.folder / "trainings" / f"{seeds[0] if seed is None else seed}-{files.slug(training)}.{ending}"

@@ -80,10 +80,9 @@ class Result(Record):
     def _repr_html_(self) -> str:
         """Return the table as HTML for notebooks."""
         head, body = table_cells([self])
-        lines = [
-            Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, content) for content in row)
-            for tag, row in (("th", head), *(("td", row) for row in body))
-        ]
+        lines = []
+        for tag, row in (("th", head), *(("td", row) for row in body)):
+            lines.append(Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, content) for content in row))
         rows = Markup("").join(Markup("<tr>{}</tr>").format(line) for line in lines)
         return str(Markup("<table>{}</table>").format(rows))
 
@@ -109,9 +108,8 @@ def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any
     Example:
         >>> fedvlm.compare("runs/pacs", columns=["worst", "method.lr"])  # doctest: +SKIP
     """
-    return comparison_frame(
-        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))], columns
-    )
+    records = [[run] if isinstance(run, Record) else read_runs(Path(run)) for run in runs]
+    return comparison_frame([record for group in records for record in group], columns)
 
 
 def run(
@@ -160,16 +158,13 @@ def run(
     clients = values.get("clients")
     has_arrays = are_arrays(clients)
     if clients == {} or isinstance(clients, list | tuple):
-        raise DataError(
-            'clients must be a dict of arrays by client name, as {"a": (x, y), "b": (x, y)}; got '
-            + ("{}" if clients == {} else f"a {type(clients).__name__}")
-        )
+        shown = "{}" if clients == {} else f"a {type(clients).__name__}"
+        example = '{"a": (x, y), "b": (x, y)}'
+        raise DataError(f"clients must be a dict of arrays by client name, as {example}; got {shown}")
     if has_arrays:
         if beside := [name for name in ("data", "encoder", "source", "access") if name in values]:
-            raise DataError(
-                f"{beside[0]} = {values[beside[0]]!r} does not apply to samples in memory (clients = arrays); "
-                "leave one of them out"
-            )
+            name = beside[0]
+            raise DataError(f"{name} = {values[name]!r} does not apply to samples in memory (clients); leave it out")
         embedded = from_arrays(values.pop("clients"), classes, text, scale)
         clients_settings = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
         values = {"clients": clients_settings, "protocol": "own-test", **values}
@@ -178,24 +173,15 @@ def run(
     elif classes is not None or text is not None:
         raise DataError('classes and text are for samples in memory: clients={"a": (x, y), …}')
     if embedded is not None and not isinstance(embedded, EmbeddedTable):
-        raise DataError(
-            f"embedded must be a table of fedvlm, got a {type(embedded).__name__}; give arrays as "
-            'clients={"a": (x, y), …}'
-        )
+        kind = type(embedded).__name__
+        raise DataError(f'embedded must be a table of fedvlm, got a {kind}; give arrays as clients={{"a": (x, y), …}}')
     run_settings = build(with_method(method, values))
     trackers = Trackers(track)
     temporary = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
     messages: list[str] = []
+    options: dict[str, Any] = {"again": again, "embedded": embedded, "progress": progress, "warn": messages.append}
     try:
-        done = runner.execute(
-            run_settings,
-            temporary or out,
-            again=again,
-            embedded=embedded,
-            progress=progress,
-            on_line=trackers if track else None,
-            warn=messages.append,
-        )
+        done = runner.execute(run_settings, temporary or out, on_line=trackers if track else None, **options)
     except BaseException:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -262,9 +248,7 @@ def sweep(
     method_object = values["method"]
     run_fields = {field.name for field in fields(Settings)}
     method_fields = {field.name for field in fields(method_object)} - run_fields
-    points = grid_of(
-        {f"method.{key}" if key in method_fields else key: grid_values for key, grid_values in over.items()}
-    )
+    points = grid_of({f"method.{key}" if key in method_fields else key: values for key, values in over.items()})
     row = {**values, "method": {"name": method_object.name, **asdict(method_object)}}
 
     all_settings = build_all(expand([row], points), list(points))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+Updated = tuple[Tensors, Tensors]  # what an update uploads, and the new local tensors
 
 
 class _UnloadedCompiler:

@@ -285,4 +285,4 @@ def test_a_site_labels_characters_that_differ_in_case_alone_as_the_experiment_co
     (tmp_path / "all_data.json").write_text(json.dumps({"user_data": {"f1": writer}}))
     data = open_dataset(f"leaf:{tmp_path}")
     assert data.classes == ("A", "a")
-    assert own_labels(data, ["a", "A"], "site").tolist() == [1, 0, 1]
+    assert own_labels(data, ["a", "A"], "site")["labels"].tolist() == [1, 0, 1]

@@ -48,8 +48,9 @@ def test_distances_at_a_site_are_those_of_the_pooled_samples(place):
     assert done["counts"] == sum(counts.values()).tolist() and done["members"] == [3] * 4
     expected = distances_to_rest("art", counts, sums, sizes)._asdict()
     assert {key: done["sites"]["art"][key] for key in expected} == pytest.approx(expected, rel=1e-4)
-    coarse = distances_to_rest("photo", counts, sums, sizes).embeddings
-    assert done["sites"]["photo"]["embeddings"] == pytest.approx(coarse, abs=0.026)
+    exact, coarse = distances_to_rest("photo", counts, sums, sizes), done["sites"]["photo"]
+    assert coarse["embeddings"] <= exact.embeddings < coarse["embeddings"] + 0.05
+    assert coarse["by_chance"] - 0.05 < exact.by_chance <= coarse["by_chance"]
 
 
 def test_each_site_tells_what_its_policy_allows(place, tmp_path):

@@ -18,9 +18,9 @@ from fedvlm import cli
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md"))
 FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
-SERVERS = ("hospitals", "3-first-federation")  # with real processes
+SERVERS = ("hospitals", "3-first-federation", "chest-films")  # with real processes
 SHOWN = [("researcher", "researcher"), ("hospitals", "hospital")]
-SHOWN += [("scikit-learn", "from_scikit_learn"), ("epsilon", "given_epsilon")]
+SHOWN += [("scikit-learn", "from_scikit_learn"), ("epsilon", "given_epsilon"), ("chest-films", "chest_films")]
 LIMIT = 900  # seconds; most of a page with servers is waiting
 
 

@@ -1,12 +1,15 @@
 """Patients instead of images: metrics, intervals and minimum counts by group."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fedvlm
+from fedvlm.cli import app
 from fedvlm.core import make
 from fedvlm.data.arrays import from_arrays
 from fedvlm.engines.client import limit_small_classes, make_client, measure, pool_groups
@@ -135,3 +138,29 @@ def test_minimum_counts_in_groups_hold_on_both_engines():
         assert torch.allclose(shared[0][key], shared[1][key])
     # 12 patients a class are below 16: nothing was learnt from them
     assert not shared[0]["weight"].any()
+
+
+def test_a_table_of_tiles_runs_from_training_to_a_prediction_for_each_slide(tmp_path):
+    """Many rows per slide with one label for each slide, as pathology keeps embeddings of tiles."""
+    draw = np.random.default_rng(0)
+    lines = ["client,group,label," + ",".join(f"e{number}" for number in range(8))]
+    for slide in range(80):
+        label = ("benign", "tumour")[slide // 2 % 2]
+        for tile in range(int(draw.integers(5, 20))):
+            shift = 1.5 * (label == "tumour") * (tile % 3 == 0)  # a third of the tiles show it
+            x = ",".join(f"{value:.4f}" for value in draw.normal(size=8) + shift)
+            lines.append(f"{('north', 'south')[slide % 2]},slide {slide},{label},{x}")
+    table = tmp_path / "tiles.csv"
+    table.write_text("\n".join(lines) + "\n")
+    settings = {"protocol": "own-test", "clients": {"partition": "own"}, "group_metrics": "mean"}
+    result = fedvlm.run("auto", encoder=f"store:{table}", out=tmp_path / "run", **settings)
+    scores = next(iter(result.trainings().values()))["scores"]
+    for id, counts in result.manifest["clients"].items():
+        assert scores[id]["test_rows"] < counts["test"] / 4  # slides, not tiles
+    result.personalised("north").save_pretrained(tmp_path / "north")
+    command = ["predict", str(tmp_path / "north"), str(table), "--group", "mean", "--json"]
+    predictions = json.loads(CliRunner().invoke(app, command).stdout)["predictions"]
+    assert len(predictions) == 80
+    scored = ["score", str(tmp_path / "north"), f"store:{table}", "--group", "mean", "--json"]
+    report = json.loads(CliRunner().invoke(app, scored).stdout)
+    assert report["rows"] == 80 and report["metrics"]["AUC"] > 0.9

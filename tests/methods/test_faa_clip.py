@@ -89,7 +89,7 @@ def shifted(judge_steps, turned):
     """The judge's loss on a mean shift after some steps, its features trained along or not."""
     from unittest.mock import patch
 
-    method = replace(make("faa-clip", lr=1e-2, weight_decay=0.0), adaptation_weight=1.0)
+    method = replace(make("faa-clip", passes="joint", lr=1e-2, weight_decay=0.0), adaptation_weight=1.0)
     frozen = Frozen(("ant", "bee"), 16, 10.0, normalize(draw(2, 16, seed=1), dim=1))
     steps = torch.arange(64 * judge_steps).reshape(judge_steps, 64) % 256
     client_rows, theirs = draw(256, 16), draw(256, 16, seed=2) + 2
@@ -123,7 +123,7 @@ def test_the_judge_tells_a_mean_shift_apart_and_without_reversal_the_mask_does_n
 
 def test_the_reversed_gradient_is_the_opposite_of_the_judges():
     """The mask gets contrastive less λ times the judge's slope, the judge λ times its own."""
-    method = make("faa-clip")
+    method = make("faa-clip", passes="joint")
     world = toy_world(method)
     shared, local = method.init(world.frozen)
     batch = parts.minibatch(make_client(world, "client-0", 0), 0)

@@ -12,9 +12,9 @@ from fedvlm.methods import faa_clip
 from fedvlm.methods.faa_clip import LAYERS, MEMORY
 
 DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
-SETTINGS = [{"mask": mask} for mask in LAYERS]
-SETTINGS += [{"mask_duplicates": True, "local_norm": True}, {"adaptation": False}]
-SETTINGS += [{"shared_discriminator": True, "adaptation_weight": 0.9}]
+SETTINGS = [{"mask": mask, "passes": "joint"} for mask in LAYERS]
+SETTINGS += [{"mask_duplicates": True, "local_norm": True, "passes": "joint"}, {"adaptation": False}]
+SETTINGS += [{"shared_discriminator": True, "adaptation_weight": 0.9, "passes": "joint"}]
 SETTINGS += [{"passes": "apart"}, {"passes": "apart", "mask": "deeper", "adaptation_weight": 0.9}]
 
 
@@ -70,7 +70,7 @@ def test_written_gradients_and_statistics_are_those_of_autograd(settings):
             torch.testing.assert_close(new[key][i], value.detach(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"persist": True}, {"passes": "apart"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"persist": True}, {"passes": "joint"}], ids=str)
 def test_clients_side_by_side_take_the_steps_they_take_alone(settings, monkeypatch):
     method = make("faa-clip", batch_size=ROWS, **settings)
     frozen, states = world(method)

@@ -77,3 +77,10 @@ def test_it_learns_and_is_one_shot():
     assert (logits.argmax(1) == world.y).float().mean() > 0.4  # chance: 0.25
     with pytest.raises(SettingsError, match="fedpft.rounds must be between 1 and 1, got 2"):
         make("fedpft", rounds=2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mixtures": 3}])
+def test_a_federation_without_a_large_enough_class_predicts_them_all_alike(settings):
+    trained = train_toy(toy_world(make("fedpft", min_class_samples=1000, **settings)))
+    assert torch.equal(trained.shared["weight"], torch.zeros_like(trained.shared["weight"]))
+    assert (trained.shared["bias"] == ABSENT_CLASS_LOGIT).all()

@@ -217,6 +217,10 @@ def test_manifest_with_names_and_with_columns_give_the_same_labels(tmp_path):
         ("path,labels\n0.png,no finding|edema\n", "it has a finding, or no finding"),
         ("path,edema,mass\n0.png,1,0\n", "no image has the finding 'mass'"),
         ("path,sex\n0.png,f\n", "no column 'label'"),
+        ("path,edema,mass\n0.png,1,0\n0.png,0,1\n", "rows 1 and 2 give 0.png different labels; give it one row"),
+        ("path,labels\n0.png,edema\n0.png,mass\n", "rows 1 and 2 give 0.png different labels"),
+        ("path,label\n0.png,edema\n0.png,mass\n", "rows 1 and 2 give 0.png different labels"),
+        ("path,,mass\n0.png,1,1\n", "a class has an empty name"),
     ],
 )
 def test_bad_manifests_are_refused(tmp_path, text, match):
@@ -226,6 +230,40 @@ def test_bad_manifests_are_refused(tmp_path, text, match):
     (tmp_path / "list.csv").write_text(text)
     with pytest.raises(DataError, match=match):
         read_manifest(tmp_path / "list.csv")
+
+
+def test_columns_that_are_nearly_findings_are_named(tmp_path):
+    from PIL import Image
+
+    for number in range(2):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    (tmp_path / "list.csv").write_text("path,edema,mass,nodule,sex\n0.png,1,-1,,f\n1.png,0,1,,m\n")
+    table = read_manifest(tmp_path / "list.csv")
+    assert table.classes == ("edema",)
+    assert table.notes == (
+        "the column 'mass' has the cells -1, 1, so it is a subgroup and no finding",
+        "the column 'nodule' is empty, and no finding",
+    )
+
+
+def test_contradictory_copies_and_more_findings_than_samples_are_named():
+    x = np.random.default_rng(0).normal(size=(12, 4))
+    y = np.eye(12, 20) + np.eye(12, 20, 8)
+    y[1] = np.nan
+    clients = {"a": (x, y), "b": (np.concatenate([x[:2], x + 1]), np.concatenate([1 - y[:1], y[2:3], y]))}
+    names = [f"f{number}" for number in range(20)]
+    notes = fedvlm.run("ridge", clients=clients, classes=names, allow_small=True, seeds=[0]).manifest["notes"]
+    assert any(note.startswith("there are more findings (20) than training samples (1") for note in notes)
+    contradictions = [note for note in notes if "contradict" in note]  # what is unknown contradicts nothing
+    assert [note.split(" with ")[0] for note in contradictions] == ["an image is in the data twice"]
+
+
+def test_a_patient_at_two_clients_is_refused(tmp_path):
+    cells = ("edema", "mass", "edema|mass")
+    rows = [f"{'ab'[i % 2]},p{i // 2},{cells[i % 3]},{i},1,{-i}" for i in range(20)]
+    (tmp_path / "rows.csv").write_text("\n".join(["client,group,labels,e0,e1,e2", *rows]) + "\n")
+    with pytest.raises(DataError, match="has samples at 'a' and at 'b', which are split independently"):
+        fedvlm.run("ridge", encoder=f"store:{tmp_path / 'rows.csv'}", protocol="own-test", clients={"partition": "own"})
 
 
 def test_store_round_trip_keeps_findings_and_text(tmp_path):

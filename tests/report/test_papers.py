@@ -1,8 +1,9 @@
 """The papers' numbers are whole, obey the sums they print, and name methods and data there are."""
 
-import shutil
+import csv
 from collections import Counter
 from dataclasses import fields
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 
@@ -10,8 +11,8 @@ import pytest
 
 from fedvlm.core import check_type, methods
 from fedvlm.data.catalogue import catalogue
-from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.papers import ROUNDS, differences, find_item, items, numbers, papers_folder
+from fedvlm.errors import SettingsError
+from fedvlm.report.papers import differences, find_item, items, numbers, papers_folder
 from fedvlm.runner.experiment_files import experiments, read_toml
 from fedvlm.runner.settings import build
 
@@ -164,7 +165,9 @@ def test_data_of_the_numbers_are_in_the_catalogue():
 
 def test_a_number_that_is_not_ok_says_why_and_every_one_says_its_line():
     assert all(number.reason for number in ALL_NUMBERS if number.status != "ok")
-    assert all(number.line > 0 and number.round in ROUNDS for number in ALL_NUMBERS)
+    assert all(
+        number.line > 0 and number.round in ("", "last", "validation", "oracle", "not said") for number in ALL_NUMBERS
+    )
     assert all(0 <= number.value <= 100 for number in ALL_NUMBERS if number.column in ("G", "P", "C", "own"))
 
 
@@ -175,51 +178,19 @@ def test_an_unknown_item_is_refused_with_the_nearest_ones():
         find_item("zzz")
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "old", "new", "message"),
-    [
-        ("fedot-v2.csv", 2, "78.53", "7b.53", "value = '7b.53' does not fit"),
-        ("fedot-v2.csv", 2, "78.53", "nan", "value = 'nan' does not fit"),
-        ("fedot-v2.csv", 3, "fedot", "fedot,", "it has 15 cells and not 14"),
-        ("tofa.csv", 9, ",T1,", ",T11,", "tofa/T11 is no table or figure"),
-        ("tofa.csv", 9, ",ok,", ",fine,", "status = 'fine' does not fit: it takes one of"),
-        ("tofa.csv", 9, ",ok,", ",void,", "it is void, and does not say why"),
-        ("tofa.csv", 9, "clients.shots = 16", "shots 16", "settings = 'shots 16' does not fit"),
-        ("tofa.csv", 1, "reason", "because", "its columns must be paper, version"),
-        ("items.csv", 4, ",table,", ",picture,", "kind = 'picture' does not fit"),
-        ("items.csv", 4, ",30,", ",many,", "numbers = 'many' does not fit"),
-        ("items.csv", 11, "data =", "dta =", "it takes tables of data, methods and sweep"),
-    ],
-)
-def test_a_broken_line_is_refused_with_its_file_and_number(tmp_path, file, line, old, new, message):
-    place = tmp_path / "papers"
-    shutil.copytree(papers_folder(), place)
-    text = (place / file).read_text().splitlines(keepends=True)
-    assert old in text[line - 1]
-    text[line - 1] = text[line - 1].replace(old, new, 1)
-    (place / file).write_text("".join(text))
-    with pytest.raises(DataError) as refused:
-        numbers(place)
-    text = str(refused.value)
-    assert f"{file}, line {line}: " in text
-    assert message in text
+def test_items_and_numbers_are_of_known_kinds_and_there_once():
+    assert all(item.kind in ("table", "figure") for item in items().values())
+    assert all(set(grid) <= {"data", "methods", "sweep"} for item in items().values() for grid in item.wants)
+    assert all(isfinite(number.value) for number in ALL_NUMBERS)
+    assert {number.status for number in ALL_NUMBERS} <= {"ok", "void", "copied"}
+    assert all(number.name in items() and number.paper == items()[number.name].paper for number in ALL_NUMBERS)
+    keys = [(n.name, n.row, n.data, n.method, repr(n.settings), n.column) for n in ALL_NUMBERS]
+    assert len(set(keys)) == len(keys)
 
 
-def test_a_number_that_is_there_twice_is_refused(tmp_path):
-    place = tmp_path / "papers"
-    shutil.copytree(papers_folder(), place)
-    with (place / "tofa.csv").open("a") as file:
-        file.write((place / "tofa.csv").read_text().splitlines()[5] + "\n")
-    with pytest.raises(DataError, match=r"tofa\.csv, line 175: this number is there twice"):
-        numbers(place)
-
-
-def test_a_missing_file_of_a_paper_is_refused(tmp_path):
-    place = tmp_path / "papers"
-    shutil.copytree(papers_folder(), place)
-    (place / "fedotp.csv").unlink()
-    with pytest.raises(DataError, match=r"fedotp\.csv cannot be read"):
-        numbers(place)
+def test_items_are_listed_once():
+    with (papers_folder() / "items.csv").open(encoding="utf-8", newline="") as file:
+        assert len(items()) == len(list(csv.DictReader(file)))
 
 
 def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_for():

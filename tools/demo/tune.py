@@ -24,33 +24,33 @@ PROMPTS = ("coop", "promptfl", "promptfolio", "fedotp", *VARIANTS)
 # By experiment and method: the values of each setting that is chosen.
 GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "demo": {
-        "fedavg": {"rate": RATES},
-        "fedot": {"rate": RATES},
-        "faa-clip": {"rate": SMALL_RATES},
+        "fedavg": {"lr": RATES},
+        "fedot": {"lr": RATES},
+        "faa-clip": {"lr": SMALL_RATES},
     },
     "demo-shift": {
-        "fedavg": {"rate": RATES},
-        "fedot": {"rate": RATES},
-        "promptfl": {"rate": RATES},
-        "fedotp": {"rate": RATES},
+        "fedavg": {"lr": RATES},
+        "fedot": {"lr": RATES},
+        "promptfl": {"lr": RATES},
+        "fedotp": {"lr": RATES},
     },
-    "prompts-demo": {name: {"rate": RATES[1:]} for name in PROMPTS},
-    "prompts-more-demo": {"fedot-prompt": {"rate": RATES[:3]}},  # pfedprompt has promptfl's
+    "prompts-demo": {name: {"lr": RATES[1:]} for name in PROMPTS},
+    "prompts-more-demo": {"fedot-prompt": {"lr": RATES[:3]}},  # pfedprompt has promptfl's
     "prompts-pathological-demo": {
-        "promptfl": {"rate": RATES[:3]},
-        "fedot-prompt": {"rate": RATES[:3]},
-        "cocoop": {"rate": (2e-3, 1e-2, 3e-2)},
-        "dp-fpl": {"rate": RATES[1:3]},
+        "promptfl": {"lr": RATES[:3]},
+        "fedot-prompt": {"lr": RATES[:3]},
+        "cocoop": {"lr": (2e-3, 1e-2, 3e-2)},
+        "dp-fpl": {"lr": RATES[1:3]},
     },
     "faa-clip-demo": {
-        "fedot": {"rate": RATES[:3]},
-        "faa-clip": {"rate": SMALL_RATES},
-        "fedclip": {"rate": SMALL_RATES},
-        "fedgh": {"server_rate": RATES[1:3], "rate": RATES[:2]},
-        "fedakt": {"rate": RATES[:3]},
+        "fedot": {"lr": RATES[:3]},
+        "faa-clip": {"lr": SMALL_RATES},
+        "fedclip": {"lr": SMALL_RATES},
+        "fedgh": {"server_lr": RATES[1:3], "lr": RATES[:2]},
+        "fedakt": {"lr": RATES[:3]},
     },
-    "one-shot-demo": {"promptfl": {"rate": RATES[:3]}},  # fedlpa, fedbens and fens have promptfl's
-    "tofa-demo": {name: {"rate": RATES[:3]} for name in ("promptfl", "fedavg", "fedot")},
+    "one-shot-demo": {"promptfl": {"lr": RATES[:3]}},  # fedlpa, fedbens and fens have promptfl's
+    "tofa-demo": {name: {"lr": RATES[:3]} for name in ("promptfl", "fedavg", "fedot")},
 }
 TUNED_BY_METHOD = ("cocoop", "dp-fpl")  # whose entries choose for themselves
 
@@ -73,7 +73,7 @@ def points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 
 def tune(name: str, folder: str) -> None:
     values = read_toml(find_experiment(name))
-    common = {k: v for k, v in values.items() if k not in ("title", "methods", "bars", "traffic")}
+    common = {k: v for k, v in values.items() if k not in ("title", "methods", "baselines", "traffic")}
     grids = dict(GRIDS[name])
     for entry, method in enumerate(values["methods"]):  # of several entries of a method the first chooses for all
         if (grid := grids.get(method["name"])) is None:

@@ -19,6 +19,7 @@ from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.calibration import largest_coverage, min_samples
 from fedvlm.maths.novelty import FALSE_REJECTIONS
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.storage.files import write_file, write_index
 
@@ -51,10 +52,8 @@ def require_local_tensors(classifier: Personalised, client: str) -> Personalised
     """Refuse a classifier without its local tensors: after a deployment they are at the client's site."""
     _, first = classifier.method.init(classifier.frozen)
     if missing := sorted(first.keys() - classifier.local.keys()):
-        raise DataError(
-            f"the local tensor {missing[0]!r} of {client} never left its site; the classifier is "
-            "there, in the kit's folder classifiers"
-        )
+        where = "the classifier is there, in the kit's folder classifiers"
+        raise DataError(f"the local tensor {missing[0]!r} of {client} never left its site; {where}")
     return replace(classifier, local={key: classifier.local[key] for key in first})
 
 
@@ -117,26 +116,15 @@ class _TracedClassifier(torch.nn.Module):
 
 def to_onnx(classifier: Personalised) -> bytes:
     """Return the whole classifier over embeddings as ONNX; it is checked against torch."""
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise SettingsError(f"an ONNX file needs {error.name}; pip install 'fedvlm[onnx]'") from error
+    onnx, onnxruntime = (require(name, f"an ONNX file needs {name}", "onnx") for name in ("onnx", "onnxruntime"))
     name, needs = classifier.method.name, classifier.method.traits.needs
     if unsupported := needs & {"patches", "image tower"}:
-        raise SettingsError(
-            f"{name} predicts from {min(unsupported)}, and ONNX holds a classifier over pooled embeddings only; leave "
-            "--onnx out"
-        )
+        raise SettingsError(f"{name} predicts from {min(unsupported)}, not from pooled embeddings; leave --onnx out")
     x = 3 * probe_embeddings(classifier.frozen)
     names = ["logits", "probabilities"] + (["novelty"] if classifier.novelty is not None else [])
     model = onnx.load_from_string(_trace(_TracedClassifier(classifier), x, names))
-    about = {
-        "classes": json.dumps(classifier.frozen.classes, ensure_ascii=False),
-        "encoder": classifier.encoder,
-        "client": classifier.client,
-        "method": name,
-    }
+    about = {"encoder": classifier.encoder, "client": classifier.client, "method": name}
+    about["classes"] = json.dumps(classifier.frozen.classes, ensure_ascii=False)
     if classifier.frozen.multi_label:
         about["multi_label"] = "true"
     if can_reject(classifier):
@@ -228,6 +216,10 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
         "fedvlm": f"{source['versions']['fedvlm']}, commit {source['commit'] or 'unknown'}"
         + (", changed since" if source["dirty"] else ""),
     }
+    for number, change in enumerate(source.get("history", ()), start=2):
+        classes = f", new classes {', '.join(change['new_classes'])}" if change["new_classes"] else ""
+        changes = f"{change['added']} samples added, {change['removed']} removed{classes}"
+        facts[f"version {number}"] = f"grown from `{change['from']}`: {changes}"
     about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     private = (
         "It holds tensors that were fitted to this client's samples and never left the client: "

@@ -69,10 +69,8 @@ def join(
     common = unseen_classifier(result, training, seed)
     method = common.method
     if not method.traits.needs <= {"image", "text"}:
-        raise SettingsError(
-            f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings; "
-            "a client can join a run of tofa, or of a method that needs image and text only"
-        )
+        problem = f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings"
+        raise SettingsError(f"{problem}; join a run of tofa, or of a method that needs image and text only")
     rows = align_classes(rows, common)
     prepared = prepare_joiner(result, rows, client_id, common, train_fraction)
     client_split = prepared.partition.clients[client_id]
@@ -114,10 +112,8 @@ def embed_for_run(
 def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
     """Return the samples with labels in the run's classes; the encoder must be the same."""
     if rows.encoder != common.encoder:
-        raise DataError(
-            f"the samples were embedded by {rows.encoder}, the run by {common.encoder}; "
-            "encode the images with the run's encoder"
-        )
+        remedy = "encode the images with the run's encoder"
+        raise DataError(f"the samples were embedded by {rows.encoder}, the run by {common.encoder}; {remedy}")
     classes = common.frozen.classes
     for name in rows.classes:
         if name not in classes:

@@ -58,10 +58,8 @@ class Personalised:
 
     def __repr__(self) -> str:
         owner = f" of {self.client}" if self.client else ""
-        return (
-            f"<{self.method.name}{owner}: {len(self.frozen.classes)} classes, {self.encoder}, "
-            f"{self.frozen.dim} dimensions>"
-        )
+        n_classes, dim = len(self.frozen.classes), self.frozen.dim
+        return f"<{self.method.name}{owner}: {n_classes} classes, {self.encoder}, {dim} dimensions>"
 
     @property
     def classes_(self) -> NDArray[np.str_]:
@@ -89,16 +87,11 @@ class Personalised:
             expected_shape = ("samples", 3, "height", "width")
         elif "patches" in self.method.traits.needs:
             expected_shape = ("samples", "patches", self.frozen.dim)
-        fits = x.ndim == len(expected_shape) and all(
-            size == expected_size
-            for size, expected_size in zip(x.shape, expected_shape, strict=True)
-            if isinstance(expected_size, int)
-        )
+        sizes = [pair for pair in zip(x.shape, expected_shape, strict=False) if isinstance(pair[1], int)]
+        fits = x.ndim == len(expected_shape) and all(size == wanted for size, wanted in sizes)
         if not fits:
-            raise DataError(
-                f"embeddings must have the shape ({', '.join(map(str, expected_shape))}) and come from {self.encoder}; "
-                f"got {tuple(x.shape)}"
-            )
+            wanted = f"the shape ({', '.join(map(str, expected_shape))}) and come from {self.encoder}"
+            raise DataError(f"embeddings must have {wanted}; got {tuple(x.shape)}")
         if not x.isfinite().all():
             raise DataError("the embeddings hold NaN or infinite numbers; check their source")
         return torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
@@ -136,10 +129,8 @@ class Personalised:
     def prediction_sets(self, log_probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
         """Return prediction sets of log-probabilities, as `predict_set` does of embeddings."""
         if self.calibration is None:
-            raise DataError(
-                f"no samples were set aside for {self!r}, so no coverage can be promised; train it "
-                "with clients.calibration_ratio = 0.33, or leave the coverage out"
-            )
+            problem = f"no samples were set aside for {self!r}, so no coverage can be promised"
+            raise DataError(f"{problem}; train it with clients.calibration_ratio = 0.33, or leave the coverage out")
         names = self.frozen.classes
         if self.calibration.findings:
             return self._finding_sets(self.calibration, log_probabilities, coverage)
@@ -164,10 +155,8 @@ class Personalised:
     def rejection_limit(self, rate: float = FALSE_REJECTIONS) -> float:
         """Return the novelty above which an image is rejected, so that `rate` of familiar ones are, too."""
         if self.novelty is None:
-            raise DataError(
-                f"{self!r} has no held-out samples of its client, so it cannot tell strange images; train it with "
-                "validation samples, or do not reject"
-            )
+            problem = f"{self!r} has no held-out samples of its client, so it cannot tell strange images"
+            raise DataError(f"{problem}; train it with validation samples, or do not reject")
         return self.novelty.limit(rate)
 
     def reject(self, x: Any, rate: float = FALSE_REJECTIONS) -> NDArray[np.bool_]:
@@ -190,9 +179,7 @@ class Personalised:
         if self.frozen.multi_label:
             truth = torch.as_tensor(np.asarray(y, np.float64))
             if tuple(truth.shape) != (len(x), len(self.frozen.classes)):
-                raise DataError(
-                    f"labels have the shape {tuple(truth.shape)}; give ({len(x)}, {len(self.frozen.classes)})"
-                )
+                raise DataError(f"labels have shape {tuple(truth.shape)}; give {(len(x), len(self.frozen.classes))}")
             known = truth.isfinite() & (truth >= 0)
             return float(((self.logits(x) > 0) == (truth == 1))[known].double().mean())
         labels = check_labels("the labels", np.asarray(y))
@@ -262,16 +249,12 @@ def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] |
     """
     name, _, expected_fingerprint = encoder.rpartition("@")
     if not (name or location):
-        raise EncoderError(
-            f"{encoder} holds embeddings and sees no images; ask with a table of embeddings of the "
-            "same origin, or name with --encoder what made them"
-        )
+        remedy = "ask with a table of embeddings of the same origin, or name with --encoder what made them"
+        raise EncoderError(f"{encoder} holds embeddings and sees no images; {remedy}")
     try:
         box = open_encoder(location or name, **(access or {}))
     except FedVLMError as error:
-        raise type(error)(
-            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name it with --encoder)"
-        ) from error
+        raise type(error)(f"{error} (the encoder is {encoder}; if it has another name here, give --encoder)") from error
     if not fingerprint(box).startswith(expected_fingerprint):
         raise SettingsError(
             f"{location or name} is not the encoder this was trained on: its fingerprint is "
@@ -295,10 +278,8 @@ def attach_towers(frozen: Frozen, method: Method, manifest: Mapping[str, Any], l
 def client_classifier(record: Record, client: str, seed: int | None = None) -> Personalised:
     """Return a client's own classifier, from the first training in which it trained."""
     if names := record.manifest.get("local"):
-        raise SettingsError(
-            f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
-            "in the folder classifiers of its kit"
-        )
+        problem = f"{', '.join(names)} of {client!r} never left its site"
+        raise SettingsError(f"{problem}; its classifier is there, in the folder classifiers of its kit")
     for training in record.manifest["trainings"]:
         shared, local = record.outcome(training, seed)
         if client in local:
@@ -306,9 +287,8 @@ def client_classifier(record: Record, client: str, seed: int | None = None) -> P
             name = record.path_of(training, seed, "json").stem
             novelty = read_novelty(record, name, client)
             return replace(classifier, calibration=read_calibration(record, name, client), novelty=novelty)
-    raise SettingsError(
-        f"no client {client!r} trained in {record.folder}; its clients are {', '.join(record.manifest['clients'])}"
-    )
+    clients = ", ".join(record.manifest["clients"])
+    raise SettingsError(f"no client {client!r} trained in {record.folder}; its clients are {clients}")
 
 
 def unseen_classifier(record: Record, training: str | None = None, seed: int | None = None) -> Personalised:

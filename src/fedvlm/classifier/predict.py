@@ -1,7 +1,7 @@
 """Predict the classes of images with a saved classifier, and score it on labelled ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
 from math import nan
@@ -27,6 +27,8 @@ from fedvlm.evaluate.metrics import compute_metrics, prediction_details
 from fedvlm.runner.load import open_data, subset_dataset
 from fedvlm.runner.prepare import label_tensor
 
+Named = tuple[Source, str]  # images, and the prefix of their names
+Skipped = list[tuple[str, str]]  # images nothing can be said of: name and reason
 BATCH_SIZE = 32
 SCORE_NOTE = "the classifier does not know its training images; accuracy on those is too high, so leave them out"
 
@@ -68,10 +70,8 @@ class Options:
     def check(self, classifier: Personalised) -> None:
         """Refuse what the classifier has too few calibration samples for, and what groups have not."""
         if self.group != "image" and (self.reject or self.coverage is not None):
-            raise SettingsError(
-                f"the classifier is calibrated by image, so --group {self.group} has neither sets nor rejections; "
-                "leave --coverage and --reject out"
-            )
+            problem = f"the classifier is calibrated by image, so --group {self.group} has neither sets nor rejections"
+            raise SettingsError(f"{problem}; leave --coverage and --reject out")
         if self.coverage is not None:
             classifier.prediction_sets(torch.zeros(0, len(classifier.frozen.classes)).double(), self.coverage)
         if self.reject:
@@ -84,7 +84,7 @@ PROBABILITIES_ONLY = Options()
 @dataclass(frozen=True)
 class Predictions:
     rows: list[Prediction]
-    skipped: list[tuple[str, str]]  # images nothing can be said of: name and reason
+    skipped: Skipped
     notes: list[str]  # what a reader of the probabilities must know
     classes: tuple[str, ...] = ()
 
@@ -106,20 +106,15 @@ def predict(
     prediction per group: the column group of a table, or the folder of an image.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
-    tables = [
-        Path(image_path)
-        for image_path in images
-        if Path(image_path).suffix in STORE_SUFFIXES and Path(image_path).is_file()
-    ]
-    sources = [
-        _open_source(Path(image_path), classifier.window) for image_path in images if Path(image_path) not in tables
-    ]
+    paths = [Path(path) for path in images]
+    tables = [path for path in paths if path.suffix in STORE_SUFFIXES and path.is_file()]
+    sources = [_open_source(path, classifier.window) for path in paths if path not in tables]
     return predict_sources(classifier, sources, encoder, access, progress, Options(coverage, reject, group), tables)
 
 
 def predict_sources(
     classifier: Personalised,
-    sources: Sequence[tuple[Source, str]],
+    sources: Sequence[Named],
     encoder: str = "",
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -156,9 +151,8 @@ def predict_sources(
         out.notes.append(f"the embeddings of {file} are assumed to be of {classifier.encoder}")
         add(names, groups or names, x.numpy(), f"its row of {file} is NaN, infinite or zero")
     if pooled:
-        names, logits = pool_logits(
-            [name for names, _ in pooled for name in names], [part for _, part in pooled], options
-        )
+        groups = [name for names, _ in pooled for name in names]
+        names, logits = pool_logits(groups, [part for _, part in pooled], options)
         out.rows.extend(_describe_logits(classifier, names, logits, options))
     return out
 
@@ -170,7 +164,7 @@ def pool_logits(groups: Sequence[str], logits: Sequence[Tensor], options: Option
     return list(number), pool_groups(values, index, index, options.group)[0]
 
 
-def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
+def _open_source(path: Path, window: Window | None) -> Named:
     """Open the images of a path; return them and the prefix of their names."""
     if path.is_dir():
         names = list_folder(path)[0]
@@ -187,9 +181,7 @@ def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
     return image_source, f"{path.parent}/" if path.parent.name else ""
 
 
-def _read_images(
-    sources: Sequence[tuple[Source, str]], box: Encoder, skipped: list[tuple[str, str]]
-) -> Iterator[tuple[str, Any]]:
+def _read_images(sources: Sequence[Named], box: Encoder, skipped: Skipped) -> Iterator[tuple[str, Any]]:
     """Yield name and preprocessed image; images that cannot be read are skipped with the reason."""
     for source, prefix in sources:
         for row in range(len(source)):
@@ -214,9 +206,7 @@ def _embed_batch(classifier: Personalised, box: Encoder, batch: Sequence[tuple[s
     return np.asarray(answer.patches if patches else answer.pooled)
 
 
-def valid_embeddings(
-    names: Sequence[str], values: NDArray[Any], fault: str, skipped: list[tuple[str, str]]
-) -> list[int]:
+def valid_embeddings(names: Sequence[str], values: NDArray[Any], fault: str, skipped: Skipped) -> list[int]:
     """Return the rows of valid embeddings; NaN, infinite or zero ones are skipped with the reason."""
     valid_rows = []
     for row, name in enumerate(names):
@@ -285,9 +275,7 @@ class Score:
     decided: float | None  # share of images whose set is one class, or leaves no finding in doubt
     skipped: list[tuple[str, str]]
     notes: list[str]
-    findings: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict
-    )  # metrics of each, at a probability of 0.5
+    findings: Mapping[str, Mapping[str, float]]  # metrics of each, at a probability of 0.5
 
 
 def score(
@@ -329,9 +317,8 @@ def score(
     else:
         images = subset_dataset(dataset, np.array(labelled))
         group_of = dict(zip(names, groups, strict=True)).__getitem__
-        predictions = predict_sources(
-            classifier, [(images.source, "")], encoder, access, progress, options, (), group_of
-        )
+        parts = [(images.source, "")]
+        predictions = predict_sources(classifier, parts, encoder, access, progress, options, (), group_of)
     aligned = replace(dataset, **align_labels(dataset, number, len(predictions.classes)))
     index = {prediction.file: place for place, prediction in enumerate(predictions.rows)}
     pairs = [(index[groups[row]], row) for row in labelled if groups[row] in index]
@@ -343,11 +330,7 @@ def score(
     if y.ndim == 1 and not torch.equal(truth[places], y):
         raise DataError(f"a group of {data} has images of several classes; correct its labels, or leave --group out")
     predictions.notes.append(SCORE_NOTE)
-    return (
-        _score_findings(predictions, truth, coverage)
-        if y.ndim == 2
-        else _score_predictions(predictions, truth, coverage)
-    )
+    return _score(predictions, truth, coverage)
 
 
 def _probability_matrix(predictions: Predictions) -> Tensor:
@@ -356,50 +339,29 @@ def _probability_matrix(predictions: Predictions) -> Tensor:
     return torch.tensor([[row[name] for name in predictions.classes] for row in by_name], dtype=torch.float64)
 
 
-def _score_findings(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
-    """Score findings by the known labels."""
-    p, known = _probability_matrix(predictions), y >= 0
-    by_finding = finding_scores(p.logit(), y, [DEFAULT_THRESHOLD] * y.shape[1])
-    is_present = p >= DEFAULT_THRESHOLD
-    recall = {
-        name: float(is_present[y[:, number] == 1, number].double().mean())
-        for number, name in enumerate(predictions.classes)
-        if (y[:, number] == 1).any()
-    }
-    accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
+def _score(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
+    """Score predictions; findings by their known labels."""
+    p, names = _probability_matrix(predictions), predictions.classes
     sets = [prediction.prediction_set or () for prediction in predictions.rows]
-    allowed = [
-        [(name in held or name + UNSURE in held, name not in held) for name in predictions.classes] for held in sets
-    ]
-    may_be_present, may_be_absent = torch.tensor(allowed).unbind(2)
-    is_covered = torch.where(y == 1, may_be_present, may_be_absent)[known].double().mean()
-    has_coverage = coverage is not None
-    return Score(
-        len(y),
-        {"accuracy": accuracy, **summarise(p.logit(), y, by_finding)},
-        recall,
-        float(is_covered) if has_coverage else None,
-        float(may_be_present.double().sum(1).mean()) if has_coverage else None,
-        float(np.mean([bool(prediction.decision) for prediction in predictions.rows])) if has_coverage else None,
-        predictions.skipped,
-        predictions.notes,
-        dict(zip(predictions.classes, by_finding, strict=True)),
-    )
-
-
-def _score_predictions(predictions: Predictions, y: Tensor, coverage: float | None) -> Score:
-    p = _probability_matrix(predictions)
-    recalls = zip(predictions.classes, prediction_details(p, y)["recall"], strict=True)
-    sets = [prediction.prediction_set or () for prediction in predictions.rows]
-    is_covered = [predictions.classes[i] in prediction for i, prediction in zip(y.tolist(), sets, strict=True)]
-    has_coverage = coverage is not None
-    return Score(
-        len(y),
-        {key: prediction for key, prediction in compute_metrics(p, y).items() if key != "net benefit"},
-        {name: prediction for name, prediction in recalls if prediction is not None},
-        float(np.mean(is_covered)) if has_coverage else None,
-        float(np.mean([len(prediction) for prediction in sets])) if has_coverage else None,
-        float(np.mean([len(prediction) == 1 for prediction in sets])) if has_coverage else None,
-        predictions.skipped,
-        predictions.notes,
-    )
+    by_finding: list[dict[str, float]] = []
+    if y.ndim == 1:
+        metrics = {key: value for key, value in compute_metrics(p, y).items() if key != "net benefit"}
+        recalls = zip(names, prediction_details(p, y)["recall"], strict=True)
+        recall = {name: value for name, value in recalls if value is not None}
+        is_covered = [names[label] in held for label, held in zip(y.tolist(), sets, strict=True)]
+        sizes = [len(held) for held in sets]
+    else:
+        known, is_present = y >= 0, p >= DEFAULT_THRESHOLD
+        by_finding = finding_scores(p.logit(), y, [DEFAULT_THRESHOLD] * y.shape[1])
+        accuracy = float((is_present == (y == 1))[known].double().mean()) if known.any() else nan
+        metrics = {"accuracy": accuracy, **summarise(p.logit(), y, by_finding)}
+        present = {name: (y[:, k] == 1, is_present[:, k]) for k, name in enumerate(names)}
+        recall = {name: float(called[true].double().mean()) for name, (true, called) in present.items() if true.any()}
+        allowed = [[(name in held or name + UNSURE in held, name not in held) for name in names] for held in sets]
+        may_be_present, may_be_absent = torch.tensor(allowed).unbind(2)
+        is_covered = torch.where(y == 1, may_be_present, may_be_absent)[known].tolist()
+        sizes = may_be_present.sum(1).tolist()
+    of_sets = (is_covered, sizes, [bool(prediction.decision) for prediction in predictions.rows])
+    covered, size, decided = (None if coverage is None else float(np.mean(values)) for values in of_sets)
+    rest = predictions.skipped, predictions.notes, dict(zip(names, by_finding, strict=False))
+    return Score(len(y), metrics, recall, covered, size, decided, *rest)

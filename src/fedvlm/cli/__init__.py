@@ -15,7 +15,7 @@ from fedvlm.cli.deploy import export_app, ledger
 from fedvlm.cli.enrolment import deploy_app
 from fedvlm.cli.options import SectionedGroup, examples
 from fedvlm.cli.results import audit, compare, explain, export_data, list_, plot, report, resume, verify
-from fedvlm.cli.run import demo, reproduce, run
+from fedvlm.cli.run import demo, grow, reproduce, run
 
 typer.core.HAS_RICH = False  # else typer escapes brackets for rich, although this help is plain
 app = typer.Typer(
@@ -60,6 +60,7 @@ SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
             "fedvlm run pacs --seed 0 --seed 1 --output runs/pacs",
         ),
         resume: ("fedvlm resume runs/images/fedot-images-1a2b3c4d",),
+        grow: ("fedvlm grow runs/ridge images-with-new-class --output runs/ridge-2",),
         reproduce: ("fedvlm reproduce fedot-v1/T1", "fedvlm reproduce fedot-v1/T1 --smoke --data demo --encoder demo"),
         list_: ("fedvlm list methods", "fedvlm list methods fedot", "fedvlm list papers --json"),
     },

@@ -131,7 +131,7 @@ def score(
     if as_json:
         typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
     else:
-        rows = [["images", str(evaluation.rows)]]
+        rows = [["images" if group == "image" else "groups", str(evaluation.rows)]]
         rows += [[name, f"{100 * fraction:.2f}"] for name, fraction in evaluation.metrics.items()]
         rows += [[f"recall of {name}", f"{100 * fraction:.2f}"] for name, fraction in evaluation.recall.items()]
         for metric in ("AUC", "AP"):
@@ -176,15 +176,9 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     service = open_service(folder, encoder, options.parse_pairs("--access", access))
-    listen(
-        lambda token: create_app(service, token),
-        host=host,
-        port=port,
-        token_file=token_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        ready=lambda url: typer.echo(f"serving {folder} at {url}"),
-    )
+    place: dict[str, Any] = {"host": host, "port": port, "tls_cert": tls_cert, "tls_key": tls_key}
+    ready = partial(options.echo_url, f"serving {folder} at")
+    listen(lambda token: create_app(service, token), **place, token_file=token_file, ready=ready)
 
 
 def export(

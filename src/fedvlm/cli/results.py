@@ -73,7 +73,7 @@ def compare(
 
         typer.echo(compare_subgroups(results, subgroups, column_names, form), nl=False)
         return
-    table = compare_table(results, form, all_columns, traffic=traffic, extra_columns=column_names)
+    table = compare_table(results, form, column_names, all_columns=all_columns, traffic=traffic)
     typer.echo(table, nl=False)
 
 

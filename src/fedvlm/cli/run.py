@@ -321,3 +321,24 @@ def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
     column_names = [requirement.removeprefix("column:") for requirement in find_item(item).needs]
     table = compare_table(results, form, extra_columns=[name for name in column_names if name in COLUMNS])
     return table if form in tables.TIDY_FORMS else paper_table(item, results, form) + table
+
+
+def grow(
+    run: Annotated[Path, Argument(help="Folder of a finished run.")],
+    data: Annotated[str, Argument(help="All images of the new version, or store:TABLE.")],
+    out: Annotated[Path, Option("--output", "-o", help="Folder of the new run.")],
+) -> None:
+    """Run again with new classes, or with new or removed images.
+
+    The change of each class must hide single images. Cards of its classifiers have a history.
+    """
+    from fedvlm.report.tables import compare_table
+    from fedvlm.result import Result
+    from fedvlm.runner.run import grow as grow_run
+
+    with progress() as report:
+        record = grow_run(run, data, out, report)
+    change = record.manifest["history"][-1]
+    classes = f", new classes: {', '.join(change['new_classes'])}" if change["new_classes"] else ""
+    typer.echo(f"{change['added']} samples added, {change['removed']} removed{classes}")
+    typer.echo(compare_table([Result(record.folder)]), nl=False)

@@ -9,6 +9,51 @@ from torch import Tensor
 
 from fedvlm.tensors import Tensors
 
+__all__ = [
+    "MIN_CLASS_CLIENTS",
+    "MIN_CLASS_SAMPLES",
+    "NEEDS",
+    "OPTIONAL_PROTOCOLS",
+    "TRAIT_GROUPS",
+    "UPLOAD_SUMS",
+    "UPLOAD_SUM_MEANINGS",
+    "VERBS",
+    "Alternating",
+    "Batch",
+    "ClassStatistics",
+    "ClassTraits",
+    "Client",
+    "Conditioned",
+    "Described",
+    "Factored",
+    "Frozen",
+    "HeadProvider",
+    "ImageTower",
+    "LazyRows",
+    "Matching",
+    "Method",
+    "Noisy",
+    "PrivacyTraits",
+    "Regularised",
+    "Schedule",
+    "Stacked",
+    "StateBounded",
+    "Tempered",
+    "TextTower",
+    "Totalled",
+    "Trained",
+    "TrainingTraits",
+    "Traits",
+    "UploadSum",
+    "as_stacked",
+    "gradient_update",
+    "schedule",
+    "setting",
+    "sums_uploads",
+    "tunable_settings",
+    "upload_sum",
+]
+
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
 MIN_CLASS_SAMPLES = 16  # samples of a class below which its statistics stay at the client
@@ -124,16 +169,10 @@ class TrainingTraits:
 
     memory: frozenset[str] = documented(frozenset(), "names of tensors that are kept but not trained")
     min_samples: int = documented(1, "training samples that every client must have")
-    client_count: str | None = documented(
-        None, "name of a shared tensor that holds, from the start, how many clients there are"
-    )
-    reference: Literal["public", "target"] | None = documented(
-        None, "unlabelled samples that come as `batch.reference` (a setting)"
-    )
+    client_count: str | None = documented(None, "name of a shared tensor that holds how many clients there are")
+    reference: Literal["public", "target"] | None = documented(None, "samples of `batch.reference` (a setting)")
     unlabelled: bool = documented(False, "a client's own samples without a label come as `client.unlabelled`")
-    tunable: tuple[str, ...] | None = documented(
-        None, "settings worth tuning on validation samples; None: `lr`, where there is a `loss`"
-    )
+    tunable: tuple[str, ...] | None = documented(None, "settings worth tuning; None: `lr`, where there is a `loss`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,30 +182,18 @@ class PrivacyTraits:
     upload_sum: Literal["samples", "clients", "total"] | None = documented(
         None, f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all that `aggregate` needs, so that a verified sum will do"
     )
-    ragged_uploads: frozenset[str] = documented(
-        frozenset(), "names of uploaded tensors whose shape differs between clients"
-    )
-    centralised: bool = documented(
-        False, "not federated: one client has the samples of all that train, in a simulation only"
-    )
+    ragged_uploads: frozenset[str] = documented(frozenset(), "uploaded tensors whose shape differs between clients")
+    centralised: bool = documented(False, "not federated: one client has the samples of all, in a simulation only")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTraits:
     """How a method treats single classes."""
 
-    fixed: bool = documented(
-        False, "local tensors name classes, though not by their shape: the method cannot learn a new class"
-    )
-    min_class_samples: int | None = documented(
-        None, "samples a class must have at a client for its statistics to be uploaded (a setting)"
-    )
-    min_class_clients: int | None = documented(
-        None, "clients that must have such a class before any uploads its statistics (a setting)"
-    )
-    multi_label: bool = documented(
-        False, "it may train several findings per image, as one binary problem for each (`parts.per_finding`)"
-    )
+    fixed: bool = documented(False, "local tensors name classes, so that the method cannot learn a new class")
+    min_class_samples: int | None = documented(None, "samples that a class must have to be uploaded (a setting)")
+    min_class_clients: int | None = documented(None, "clients that must have a class before any uploads it (a setting)")
+    multi_label: bool = documented(False, "it may train several findings per image, each as a binary problem")
 
 
 @dataclass(frozen=True, kw_only=True)

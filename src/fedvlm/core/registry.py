@@ -6,43 +6,29 @@ from difflib import get_close_matches
 from inspect import isfunction
 from typing import Any, TypeGuard, TypeVar
 
-from fedvlm.core.contract import (
-    GRADIENT_UPDATES,
-    NEEDS,
-    OPTIONAL_PROTOCOLS,
-    TRAIT_GROUPS,
-    VERBS,
-    Method,
-    Schedule,
-    Traits,
-)
+from fedvlm.core import contract
 from fedvlm.core.schema import check_settings, check_type
 from fedvlm.errors import SettingsError, join_names, unknown_name
 from fedvlm.plugins import load_outside, qualified_name
 
-METHODS: dict[str, type[Method]] = {}
+METHODS: dict[str, type[contract.Method]] = {}
 T = TypeVar("T", bound=type[Any])
-EXAMPLE_FIELDS = {
-    "batch_size": "batch_size: int = 32",
-    "local_epochs": "local_epochs: int = 1",
-    "lr": "lr: float = 1e-3",
-}
+EXAMPLE_FIELDS = {"batch_size": "int = 32", "local_epochs": "int = 1", "lr": "float = 1e-3"}
 OPTIONAL_VERBS = tuple(  # what their protocols ask for beside them are settings
     name
-    for protocol in OPTIONAL_PROTOCOLS
+    for protocol in contract.OPTIONAL_PROTOCOLS
     for name, member in vars(protocol).items()
     if isfunction(member) and not name.startswith("_")
 )
 SETTING_TRAITS = ("min_class_samples", "min_class_clients", "reference")  # traits that are settings' values
 SIMILAR_NAME_CUTOFF = 0.85  # by difflib: `update_any` is close to update_many, `runs` is not to rounds
 TRAIT_TYPES = {("", "needs"): frozenset[str]} | {
-    (group, trait.name): trait.type for group, traits in TRAIT_GROUPS.items() for trait in fields(traits)
+    (group, trait.name): trait.type for group, traits in contract.TRAIT_GROUPS.items() for trait in fields(traits)
 }
-CONTRACT_SETTINGS = {setting.name for setting in fields(Schedule)} | {"rounds", "tau", "head"}
+CONTRACT_SETTINGS = {setting.name for setting in fields(contract.Schedule)} | {"rounds", "tau", "head"}
 FOREIGN_NAMES = {  # other names of the settings and traits that are read by name
     "batch": "batch_size",
     "bs": "batch_size",
-    "contributors": "min_class_clients",
     "decay": "weight_decay",
     "epoch": "local_epochs",
     "epochs": "local_epochs",
@@ -50,7 +36,6 @@ FOREIGN_NAMES = {  # other names of the settings and traits that are read by nam
     "num_epochs": "local_epochs",
     "num_rounds": "rounds",
     "rate": "lr",
-    "server_rate": "server_lr",
     "smallest": "min_class_samples",
 }
 
@@ -89,7 +74,7 @@ def _check_class(method: Any) -> Iterator[str]:
         yield 'no name; add a class attribute such as `name = "mine"`, without a type'
     elif name in METHODS and qualified_name(METHODS[name]) != qualified_name(method):
         yield f"the name {name!r} is taken by {METHODS[name].__name__}; choose another"
-    for verb in VERBS:
+    for verb in contract.VERBS:
         if not callable(getattr(method, verb, None)):
             yield f"no {verb}; write it or name a part, as `send = parts.send_all`"
     for field in fields(method):
@@ -102,42 +87,39 @@ def _check_class(method: Any) -> Iterator[str]:
 def _check_names(method: Any) -> Iterator[str]:
     """No name that is almost one of the contract: nothing would ever read it."""
     settings = {field.name for field in fields(method)}
-    for name in sorted(settings & {*VERBS, *OPTIONAL_VERBS, "traits", "name"}):
+    for name in sorted(settings & {*contract.VERBS, *OPTIONAL_VERBS, "traits", "name"}):
         yield f"its setting {name} has the name of a verb or of a part of the contract; rename it"
     for name in OPTIONAL_VERBS:
         if name not in settings and not callable(getattr(method, name, register)):
             yield f"its {name} is not a function, but has the name of a verb; rename it"
-    allowed = {*VERBS, *OPTIONAL_VERBS, *CONTRACT_SETTINGS, "name", "traits"}
+    allowed = {*contract.VERBS, *OPTIONAL_VERBS, *CONTRACT_SETTINGS, "name", "traits"}
     groups = {trait: group for group, trait in TRAIT_TYPES}
     for name in dir(method):
         if name.startswith("_") or name in allowed or name in settings & groups.keys():
             continue
         if name in groups:
             group = groups[name]
-            value = f"{group}={TRAIT_GROUPS[group].__name__}({name}=...)" if group else f"{name}=..."
+            value = f"{group}={contract.TRAIT_GROUPS[group].__name__}({name}=...)" if group else f"{name}=..."
             yield f"{name} is a trait; write it as `traits = Traits({value})`"
         elif name in FOREIGN_NAMES:
             yield f"setting {name!r} is called {FOREIGN_NAMES[name]!r}; rename it"
         elif suggestions := get_close_matches(name, allowed, 1, SIMILAR_NAME_CUTOFF):
-            yield (
-                f"it has a {name}, which nothing reads; did you mean {suggestions[0]}? if not, choose "
-                "a name that is less like it"
-            )
+            yield f"it has a {name}, which nothing reads; did you mean {suggestions[0]}? if not, choose another name"
 
 
 def _check_gradient_settings(method: Any) -> Iterator[str]:
     """What a gradient part reads: a loss, and the settings of minibatches and steps."""
     has_loss = hasattr(method, "loss")
-    if method.update in GRADIENT_UPDATES and not has_loss:
+    if method.update in contract.GRADIENT_UPDATES and not has_loss:
         yield "its update is a gradient part, so it needs a `loss`; add one"
     for name, example in EXAMPLE_FIELDS.items():
         if has_loss and not hasattr(method, name):
-            yield f"it has a loss, so it needs a {name}; add a field such as `{example}`"
+            yield f"it has a loss, so it needs a {name}; add a field such as `{name}: {example}`"
 
 
 def _check_traits(method: Any) -> Iterator[str]:
     traits = getattr(method(), "traits", None)
-    if not isinstance(traits, Traits):
+    if not isinstance(traits, contract.Traits):
         yield 'no traits; add `traits = Traits(needs=frozenset({"image"}))` or what it needs'
         return
     values = {key: getattr(getattr(traits, key[0]) if key[0] else traits, key[1]) for key in TRAIT_TYPES}
@@ -146,8 +128,8 @@ def _check_traits(method: Any) -> Iterator[str]:
             check_type(".".join(filter(None, ("traits", group, name))), values[group, name], annotation)
         except SettingsError as error:
             yield str(error)
-    if unknown_needs := set(traits.needs) - set(NEEDS):
-        yield f"it needs {min(unknown_needs)!r}; an encoder can offer {', '.join(NEEDS)}"
+    if unknown_needs := set(traits.needs) - set(contract.NEEDS):
+        yield f"it needs {min(unknown_needs)!r}; an encoder can offer {', '.join(contract.NEEDS)}"
     settings = {field.name for field in fields(method)}
     set_traits = {name for (_, name), value in values.items() if name in SETTING_TRAITS and value is not None}
     for name in sorted((set_traits | set(traits.training.tunable or ())) - settings):
@@ -160,7 +142,7 @@ def _check_traits(method: Any) -> Iterator[str]:
         )
 
 
-def methods() -> dict[str, type[Method]]:
+def methods() -> dict[str, type[contract.Method]]:
     """Return all methods: our own and those of other packages (entry-point group fedvlm.methods).
 
     Returns:
@@ -177,12 +159,12 @@ def methods() -> dict[str, type[Method]]:
     return dict(sorted(METHODS.items()))
 
 
-def is_method(value: object) -> TypeGuard[Method]:
+def is_method(value: object) -> TypeGuard[contract.Method]:
     """Tell whether it is a method with its settings, not a name or a class."""
-    return not isinstance(value, type) and isinstance(getattr(value, "traits", None), Traits)
+    return not isinstance(value, type) and isinstance(getattr(value, "traits", None), contract.Traits)
 
 
-def make(name: str, **settings: Any) -> Method:
+def make(name: str, **settings: Any) -> contract.Method:
     """Make a method by name with settings, checked against its fields.
 
     Args:

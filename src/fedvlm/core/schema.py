@@ -88,24 +88,12 @@ BATCH = Range(1, 1_000_000_000)
 # What numbers of these names may be, wherever they are set; a NaN is refused by all. A site reads
 # a plan by them, so they also bound what its server may ask for.
 RANGES: dict[str, Range] = {
-    "rounds": NON_NEGATIVE,
-    "local_epochs": EPOCHS,
-    "batch_size": BATCH,
-    "lr": RATE,
-    "server_lr": RATE,
-    "momentum": FRACTION,
-    "weight_decay": DECAY,
-    "eps": POSITIVE,
-    "min_class_samples": COUNT,
-    "min_class_clients": COUNT,
-    "noise_multiplier": NON_NEGATIVE,
-    "shrinkage": POSITIVE,
-    "mu": NON_NEGATIVE,
-    "tau": Range(0, above=True, infinite=True),
-    "temperature": POSITIVE,
-    "n_ctx": Range(1, 1000),
-    "rank": NON_NEGATIVE,
-    "iterations": Range(1, 1_000_000),
+    **dict.fromkeys(("rounds", "noise_multiplier", "mu", "rank"), NON_NEGATIVE),
+    **dict.fromkeys(("eps", "shrinkage", "temperature"), POSITIVE),
+    **dict.fromkeys(("min_class_samples", "min_class_clients"), COUNT),
+    **dict.fromkeys(("lr", "server_lr"), RATE),
+    **{"local_epochs": EPOCHS, "batch_size": BATCH, "momentum": FRACTION, "weight_decay": DECAY},
+    **{"tau": Range(0, above=True, infinite=True), "n_ctx": Range(1, 1000), "iterations": Range(1, 1_000_000)},
 }
 
 

@@ -53,10 +53,7 @@ def _not_found(name: str, entries: dict[str, Entry]) -> DataError | SettingsErro
     forms = [f"{kind}:..." for kind in kinds()]
     suggestion = suggest_path(Path(name))
     if "/" in name or "." in name or (suggestion and not get_close_matches(name, entries)):
-        return DataError(
-            f"there is no file or folder {name}; {suggestion}name a folder, a .zip, a manifest, a data set of the "
-            f"catalogue, or one of {', '.join(forms)}"
-        )
-    return SettingsError(
-        f"there is no file or folder {name!r}, and {unknown_name('data set', name, [*entries, *forms])}"
-    )
+        remedy = f"name a folder, a .zip, a manifest, a data set of the catalogue, or one of {', '.join(forms)}"
+        return DataError(f"there is no file or folder {name}; {suggestion}{remedy}")
+    unknown = unknown_name("data set", name, [*entries, *forms])
+    return SettingsError(f"there is no file or folder {name!r}, and {unknown}")

@@ -9,16 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import (
-    UNLABELLED,
-    EmbeddedTable,
-    check_class_names,
-    check_scale,
-    describe_bad_row,
-    encode_findings,
-    sort_class_names,
-    string_column,
-)
+from fedvlm.data import table
 from fedvlm.errors import DataError, join_names
 
 IN_MEMORY = "memory"  # the name of the data set and of the encoder
@@ -26,19 +17,14 @@ IN_MEMORY = "memory"  # the name of the data set and of the encoder
 
 def are_arrays(clients: Any) -> bool:
     """Tell arrays by client from settings of how samples become clients."""
-    return (
-        isinstance(clients, Mapping)
-        and bool(clients)
-        and all(isinstance(pair, tuple | list) and len(pair) > 0 and np.ndim(pair[0]) > 0 for pair in clients.values())
-    )
+    if not isinstance(clients, Mapping) or not clients:
+        return False
+    return all(isinstance(pair, tuple | list) and len(pair) > 0 and np.ndim(pair[0]) > 0 for pair in clients.values())
 
 
 def from_arrays(
-    clients: Mapping[str, Sequence[Any]],
-    classes: Sequence[str] | None = None,
-    text: Any = None,
-    scale: float = 100.0,
-) -> EmbeddedTable:
+    clients: Mapping[str, Sequence[Any]], classes: Sequence[str] | None = None, text: Any = None, scale: float = 100.0
+) -> table.EmbeddedTable:
     """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 
     A third array of a client are embeddings of its samples without a label.
@@ -50,11 +36,8 @@ def from_arrays(
         if len(pair) not in (2, 3):
             raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give (x, y), or (x, y, unlabelled_x)")
     pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair[:2]) for id, pair in clients.items()}
-    unlabelled = {
-        str(id): _check_matrix(f"client {str(id)!r}, unlabelled", arrays[2])
-        for id, arrays in clients.items()
-        if len(arrays) == 3 and len(arrays[2])
-    }
+    third = {str(id): arrays[2] for id, arrays in clients.items() if len(arrays) == 3 and len(arrays[2])}
+    unlabelled = {id: _check_matrix(f"client {id!r}, unlabelled", values) for id, values in third.items()}
     labels_by_client = {id: y for id, (_, y) in pairs.items()}
     dims = {id: x.shape[1] for id, (x, _) in pairs.items()}
     dims |= {f"{id}, unlabelled": x.shape[1] for id, x in unlabelled.items()}
@@ -68,14 +51,12 @@ def from_arrays(
     findings, is_multi = None, n_axes == {2}
     if text_vectors is not None and (text_vectors.ndim != 2 + is_multi or text_vectors.shape[-1] != dim):
         expected = f"(findings, 2, {dim})" if is_multi else f"(classes, {dim})"
-        raise DataError(
-            f"text of shape {tuple(text_vectors.shape)} does not fit embeddings of length {dim}; it must be {expected}"
-        )
+        raise DataError(f"text has shape {tuple(text_vectors.shape)} and embeddings length {dim}; give {expected}")
     if is_multi:
         matrix = _join_findings(labels_by_client, classes)
         class_names = tuple(map(str, classes or [f"finding {number}" for number in range(matrix.shape[1])]))
-        check_class_names("classes", class_names)
-        labels, findings = encode_findings("clients", matrix, class_names)
+        table.check_class_names("classes", class_names)
+        labels, findings = table.encode_findings("clients", matrix, class_names)
     else:
         if classes is None:  # otherwise numbers and names both refer to them
             _check_same_kind(labels_by_client)
@@ -84,29 +65,28 @@ def from_arrays(
     if text_vectors is not None and len(text_vectors) != len(class_names):
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
     if unlabelled and is_multi:
+        problem = f"client {next(iter(unlabelled))!r} has a third array, of samples without a label"
         raise DataError(
-            f"client {next(iter(unlabelled))!r} has a third array, of samples without a label, beside several findings "
-            "per image; give these samples in x, and NaN (unknown) in y"
+            f"{problem}, beside several findings per image; give these samples in x, and NaN (unknown) in y"
         )
     x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
-    labels = np.concatenate([labels, np.full(len(x) - len(labels), UNLABELLED)])
-    owners = string_column(
-        [id for part in (labels_by_client, unlabelled) for id, rows in part.items() for _ in rows], len(x)
-    )
+    labels = np.concatenate([labels, np.full(len(x) - len(labels), table.UNLABELLED)])
+    by_client: list[tuple[str, Any]] = [*labels_by_client.items(), *unlabelled.items()]
+    owners = table.string_column([id for id, rows in by_client for _ in rows], len(x))
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
     content_of += [] if findings is None else [sha256(findings.tobytes()).hexdigest()]
-    return EmbeddedTable(
+    return table.EmbeddedTable(
         name=IN_MEMORY,
         classes=class_names,
         x=x,
         labels=labels,
         domains=owners,
         clients=owners,
-        splits=string_column(None, len(x)),
+        splits=table.string_column(None, len(x)),
         content=content,
-        scale=check_scale(IN_MEMORY, scale),
+        scale=table.check_scale(IN_MEMORY, scale),
         text=text_vectors[:, 1] if is_multi and text_vectors is not None else text_vectors,
         patches=None,
         encoder=IN_MEMORY,
@@ -137,9 +117,8 @@ def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
     values = _check_matrix(context, x)
     labels = check_labels(context, y) if np.ndim(y) < 2 else _tensor(context, y).double().numpy()
     if len(labels) != len(values) or labels.ndim > 2:
-        raise DataError(
-            f"{context} has {len(values)} embeddings and labels of shape {labels.shape}; give one label per embedding"
-        )
+        n_samples = len(values)
+        raise DataError(f"{context} has {n_samples} embeddings and labels of shape {labels.shape}; give one label each")
     if not len(values):
         raise DataError(f"{context} has no samples; give it some, or leave it out")
     return values, labels
@@ -160,7 +139,7 @@ def _unit(context: str, values: Tensor) -> Tensor:
     is_sound = lengths.isfinite() & (lengths > 0)
     if not is_sound.all():
         row = int((~is_sound).flatten().nonzero()[0])
-        raise DataError(f"{context}: row {row} {describe_bad_row(values[row])}; leave it out")
+        raise DataError(f"{context}: row {row} {table.describe_bad_row(values[row])}; leave it out")
     out: Tensor = (x / lengths).float().contiguous()
     return out
 
@@ -175,8 +154,8 @@ def _class_names(
         if all_labels.dtype.kind in "iu" and all_labels.min() >= 0:
             names = tuple(map(str, range(int(all_labels.max()) + 1 if text is None else len(text))))
         else:
-            names = tuple(sort_class_names(map(str, all_labels.tolist())))
-    check_class_names("classes", names)
+            names = tuple(table.sort_class_names(map(str, all_labels.tolist())))
+    table.check_class_names("classes", names)
     return names
 
 
@@ -190,9 +169,7 @@ def check_labels(context: str, y: Any) -> NDArray[Any]:
         raise DataError(f"{context}: the label {wrong[0]} names no class; correct it or drop the sample")
     names = [label for label in given if isinstance(label, str)]
     if names and (others := [label for label in given if not isinstance(label, str)]):
-        raise DataError(
-            f"{context}: the labels mix numbers and names ({others[0]!r} and {names[0]!r}); use one of the two"
-        )
+        raise DataError(f"{context}: the labels mix numbers and names ({others[0]!r} and {names[0]!r}); use one kind")
     is_integer = labels.dtype.kind == "f" or (labels.dtype.kind == "O" and all(type(label) is int for label in given))
     return labels.astype(np.int64) if is_integer else labels
 
@@ -201,10 +178,8 @@ def _check_same_kind(labels: Mapping[str, NDArray[Any]]) -> None:
     numeric = {id: y.dtype.kind in "iu" for id, y in labels.items()}
     if len(set(numeric.values())) > 1:
         number_id, name_id = (next(id for id in numeric if numeric[id] is flag) for flag in (True, False))
-        raise DataError(
-            f"client {number_id!r} has numbers as labels and client {name_id!r} has names; use one of the two, "
-            "or name the classes"
-        )
+        owners = f"client {number_id!r} has numbers as labels and client {name_id!r} has names"
+        raise DataError(f"{owners}; use one of the two, or name the classes")
 
 
 def label_ids(context: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArray[np.int64]:
@@ -212,10 +187,8 @@ def label_ids(context: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArra
     if y.dtype.kind in "iu":
         wrong = y[(y < 0) | (y >= len(classes))]
         if len(wrong):
-            raise DataError(
-                f"{context}: label {wrong[0]} is outside the {len(classes)} classes (0 to {len(classes) - 1}); "
-                "name every class in classes"
-            )
+            limits = f"{len(classes)} classes (0 to {len(classes) - 1})"
+            raise DataError(f"{context}: label {wrong[0]} is outside the {limits}; name every class in classes")
         return y.astype(np.int64)
     number = {name: index for index, name in enumerate(classes)}
     for name in map(str, y.tolist()):

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedvlm.data.readers import GROUP, call_reader, detect_kind, kinds
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, relabel, to_nfc
+from fedvlm.data.table import Dataset, relabel, select_columns, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.plugins import load_outside
 
@@ -84,9 +84,7 @@ def catalogue() -> dict[str, Entry]:
 def _read_catalogue() -> None:
     for name, fields in tomllib.loads((FOLDER / "catalogue.toml").read_text(encoding="utf-8")).items():
         templates = fields.get("templates", "picture")
-        fields["templates"] = (
-            {"picture": PICTURE, "photo": PHOTO}[templates] if isinstance(templates, str) else templates
-        )
+        fields["templates"] = {"picture": PICTURE, "photo": PHOTO}[templates] if type(templates) is str else templates
         fields["classes"] = class_names(fields.get("classes", name))
         if "place" in fields:
             fields["place"] = str(FOLDER / fields["place"])
@@ -110,16 +108,14 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
         raise DataError(f"{entry.name} is not shipped: get it from {entry.home}; then set root to {entry.shape}")
     kind_and_place = detect_kind(place)
     if kind_and_place is None:
-        raise DataError(
-            f"{place} is not there, so {entry.name} cannot be opened; set root to {entry.shape} "
-            f"(available from {entry.home})"
-        )
+        where = f"set root to {entry.shape} (available from {entry.home})"
+        raise DataError(f"{place} is not there, so {entry.name} cannot be opened; {where}")
     data = _arrange(entry, place, _read(entry, *kind_and_place))
     counts = Counter(data.domains.tolist())
     if entry.domains and set(counts) != set(entry.domains):
+        expected = f"those of {entry.name} are {join_names(list(entry.domains))}"
         raise DataError(
-            f"the domains of {place} are {join_names(sorted(counts))}, those of {entry.name} are "
-            f"{join_names(list(entry.domains))}; set root to {entry.shape}"
+            f"the domains of {place} are {join_names(sorted(counts))}, {expected}; set root to {entry.shape}"
         )
     if check:
         _check_counts(entry, place, counts)
@@ -154,19 +150,14 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
     ordered = entry.classes or tuple(name for name in data.classes if _plain(name) not in excluded)
     number = {_plain(name): index for index, name in enumerate(ordered)}
     class_keys = [plain(name) for name in data.classes]
-    extra = [
-        name
-        for name, key in zip(data.classes, class_keys, strict=True)
-        if key not in number and _plain(name) not in excluded and not entry.subset
-    ]
+    pairs = [] if entry.subset else zip(data.classes, class_keys, strict=True)
+    extra = [name for name, key in pairs if key not in number and _plain(name) not in excluded]
     missing = [name for name in ordered if _plain(name) not in class_keys]
     if extra or missing:
         problems = [f"it lacks {join_names(missing)}"] if missing else []
         problems += [f"it also has {join_names(extra)}"] if extra else []
-        raise DataError(
-            f"the classes of {place} are not those of {entry.name} ({len(ordered)} classes): "
-            f"{' and '.join(problems)}; get it from {entry.home}"
-        )
+        expected = f"those of {entry.name} ({len(ordered)} classes): {' and '.join(problems)}"
+        raise DataError(f"the classes of {place} are not {expected}; get it from {entry.home}")
     labels = relabel(data.labels, np.array([number.get(key, -1) for key in class_keys], dtype=np.int64))
     selected = np.flatnonzero(labels >= 0)
     spelled = {_plain(name): name for name in entry.domains}
@@ -176,26 +167,16 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
         name=entry.name,
         classes=tuple(name.replace("_", " ") for name in ordered),
         source=SourceSubset(data.source, selected) if len(selected) < len(labels) else data.source,
-        labels=labels[selected],
-        domains=np.array(domains, dtype=np.str_),
-        clients=data.clients[selected],
-        splits=data.splits[selected],
-        groups=None if data.groups is None else data.groups[selected],
-        subgroups={key: column[selected] for key, column in data.subgroups.items()},
         templates=entry.templates,
+        **(select_columns(data, selected) | {"labels": labels[selected], "domains": np.array(domains, dtype=np.str_)}),
     )
 
 
 def _check_counts(entry: Entry, place: str, counts: Counter[str]) -> None:
-    problems = [
-        f"{domain} has {counts[domain]:,} of {expected:,}"
-        for domain, expected in entry.domains.items()
-        if expected and counts[domain] != expected
-    ]
+    wrong = {domain: n for domain, n in entry.domains.items() if n and counts[domain] != n}
+    problems = [f"{domain} has {counts[domain]:,} of {n:,}" for domain, n in wrong.items()]
     if entry.total and counts.total() != entry.total:
         problems.append(f"{counts.total():,} of {entry.total:,} in all")
     if problems:
-        raise DataError(
-            f"{place} has another number of images than {entry.name}: {'; '.join(problems)}; "
-            f"get it again from {entry.home}, or open it with check = false"
-        )
+        problem = f"{place} has another number of images than {entry.name}: {'; '.join(problems)}"
+        raise DataError(f"{problem}; get it again from {entry.home}, or open it with check = false")

@@ -1,7 +1,10 @@
 """Assign samples to clients: the settings of a federation and every way to partition a pool of samples."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -55,39 +58,17 @@ class Clients:
         return min(self.shots, MAX_VAL_SHOTS) if self.val_shots is None else self.val_shots
 
 
-SUPERCLASSES = {  # of CIFAR-100
-    "aquatic mammals": "beaver, dolphin, otter, seal, whale",
-    "fish": "aquarium fish, flatfish, ray, shark, trout",
-    "flowers": "orchid, poppy, rose, sunflower, tulip",
-    "food containers": "bottle, bowl, can, cup, plate",
-    "fruit and vegetables": "apple, mushroom, orange, pear, sweet pepper",
-    "household electrical devices": "clock, keyboard, lamp, telephone, television",
-    "household furniture": "bed, chair, couch, table, wardrobe",
-    "insects": "bee, beetle, butterfly, caterpillar, cockroach",
-    "large carnivores": "bear, leopard, lion, tiger, wolf",
-    "large man-made outdoor things": "bridge, castle, house, road, skyscraper",
-    "large natural outdoor scenes": "cloud, forest, mountain, plain, sea",
-    "large omnivores and herbivores": "camel, cattle, chimpanzee, elephant, kangaroo",
-    "medium-sized mammals": "fox, porcupine, possum, raccoon, skunk",
-    "non-insect invertebrates": "crab, lobster, snail, spider, worm",
-    "people": "baby, boy, girl, man, woman",
-    "reptiles": "crocodile, dinosaur, lizard, snake, turtle",
-    "small mammals": "hamster, mouse, rabbit, shrew, squirrel",
-    "trees": "maple tree, oak tree, palm tree, pine tree, willow tree",
-    "vehicles 1": "bicycle, bus, motorcycle, pickup truck, train",
-    "vehicles 2": "lawn mower, rocket, streetcar, tank, tractor",
-}
-SUPERCLASS_OF = {class_name: name for name, members in SUPERCLASSES.items() for class_name in members.split(", ")}
+# of CIFAR-100
+SUPERCLASSES: dict[str, list[str]] = json.loads((Path(__file__).parent / "superclasses.json").read_text("utf-8"))
+SUPERCLASS_OF = {class_name: name for name, members in SUPERCLASSES.items() for class_name in members}
 
 
 def superclasses(classes: Sequence[str]) -> list[str]:
     """Return the CIFAR-100 superclass of each class."""
     for name in classes:
         if name not in SUPERCLASS_OF:
-            raise SettingsError(
-                f"class {name!r} has no superclass: this partition is for CIFAR-100; "
-                'set clients.partition to "dirichlet" or "pathological"'
-            )
+            remedy = 'set clients.partition to "dirichlet" or "pathological"'
+            raise SettingsError(f"class {name!r} has no superclass: this partition is for CIFAR-100; {remedy}")
     return [SUPERCLASS_OF[name] for name in classes]
 
 
@@ -116,9 +97,8 @@ def assign_clients(pool: Pool, settings: Clients, classes: Sequence[str], seed: 
     present = np.unique(pool.labels)
     if settings.partition == "coarse-dirichlet":
         groups = superclasses(classes)
-        return dirichlet(
-            pool, settings, rng, lambda: two_level_proportions(groups, count, settings.alpha, rng)[present]
-        )
+        alpha = settings.alpha
+        return dirichlet(pool, settings, rng, lambda: two_level_proportions(groups, count, alpha, rng)[present])
     concentration = np.full(count, settings.alpha)
     return dirichlet(pool, settings, rng, lambda: rng.dirichlet(concentration, size=len(present)))
 
@@ -212,11 +192,8 @@ def dirichlet(pool: Pool, settings: Clients, rng: np.random.Generator, draw: Cal
     Draw again until every client has `min_samples` training samples and a sample of each split that exists.
     """
     labels, parts, clients = pool.labels, pool.parts, settings.count
-    cells = [
-        np.flatnonzero((labels == label) & (parts == part))
-        for label in np.unique(labels)
-        for part in range(len(SPLITS))
-    ]
+    pairs = product(np.unique(labels), range(len(SPLITS)))
+    cells = [np.flatnonzero((labels == label) & (parts == part)) for label, part in pairs]
     sizes = np.bincount(parts, minlength=len(SPLITS))
     min_counts = np.array([settings.min_samples, 1, 1]) * (sizes > 0)
     if (short := sizes < min_counts * clients).any():

@@ -26,10 +26,8 @@ def read_common_descriptions(common: str, rows: EmbeddedTable) -> Sentences:
     if common == KEYWORDS:
         path = Path(__file__).parent / "demo" / "keywords.json"
         if rows.name != "demo":
-            raise SettingsError(
-                f"descriptions = 'keywords' are those of the demo, and the data are {rows.name}; "
-                "name a JSON file of class names with their sentences"
-            )
+            problem = f"descriptions = 'keywords' are those of the demo, and the data are {rows.name}"
+            raise SettingsError(f"{problem}; name a JSON file of class names with their sentences")
     class_sentences = match_sentences(path, read_file(path), rows.classes)
     for name, sentences in zip(rows.classes, class_sentences, strict=True):
         if sentences is None:
@@ -40,10 +38,8 @@ def read_common_descriptions(common: str, rows: EmbeddedTable) -> Sentences:
 def read_client_descriptions(path: str, classes: Sequence[str]) -> dict[str, Sentences]:
     """Read the sentences of each client; a client need not describe every class."""
     tables = read_file(Path(path))
-    return {
-        id: [sentences or [] for sentences in match_sentences(Path(path), table, classes)]
-        for id, table in sorted(tables.items())
-    }
+    by_client = {id: match_sentences(Path(path), table, classes) for id, table in sorted(tables.items())}
+    return {id: [sentences or [] for sentences in by_class] for id, by_class in by_client.items()}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -68,9 +64,8 @@ def match_sentences(path: Path, table: Any, classes: Sequence[str]) -> list[list
         if readable_name(name) not in names:
             raise unknown_name(f"class of {path}", name, classes)
         if not isinstance(sentences, list) or not all(isinstance(text, str) and text.strip() for text in sentences):
-            raise SettingsError(
-                f"{path}: the sentences of {name!r} must be a list of non-empty strings, got {sentences!r:.60}"
-            )
+            problem = f"must be a list of non-empty strings, got {sentences!r:.60}"
+            raise SettingsError(f"{path}: the sentences of {name!r} {problem}")
         out[names[readable_name(name)]] = [" ".join(sentence.split()) for sentence in sentences]
     return out
 
@@ -152,10 +147,8 @@ def load_writer(folder: str | Path) -> Writer:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **safe)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
-        raise SettingsError(
-            f"{folder} holds no text-generation model ({reason}); name the folder of one, with "
-            "config.json, its weights and its tokenizer"
-        ) from error
+        remedy = "name the folder of one, with config.json, its weights and its tokenizer"
+        raise SettingsError(f"{folder} holds no text-generation model ({reason}); {remedy}") from error
     model.eval()
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     room = getattr(model.config, "max_position_embeddings", 1 << 20)
@@ -166,14 +159,8 @@ def load_writer(folder: str | Path) -> Writer:
             prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"][:, -max(1, room - max_tokens) :]
         with torch.inference_mode():
-            done = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=pad,
-            )
+            greedy = {"max_new_tokens": max_tokens, "do_sample": False, "num_beams": 1, "pad_token_id": pad}
+            done = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **greedy)
         return str(tokenizer.decode(done[0, ids.shape[1] :], skip_special_tokens=True))
 
     return write

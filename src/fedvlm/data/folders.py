@@ -27,24 +27,19 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     else:
         raise DataError(f"there is no {root}; {suggest_path(root)}name a folder or a .zip of images")
     if not files:
-        raise DataError(
-            f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, in folders named after their class"
-        )
+        raise DataError(f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, in folders of classes")
     depths = sorted({file.count("/") for file in files})
     if len(depths) > 1:
         shallow, deep = (next(file for file in files if file.count("/") == depth) for depth in (depths[0], depths[-1]))
-        raise DataError(
-            f"{root} has images {depths[0]} and {depths[-1]} folders deep ({shallow}, {deep}); "
-            "put all at one depth, as domain/class/image"
-        )
+        found = f"{depths[0]} and {depths[-1]} folders deep ({shallow}, {deep})"
+        raise DataError(f"{root} has images {found}; put all at one depth, as domain/class/image")
     tops = {_top(file) for file in files}
     levels = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
     skipped = depths[0] - len(levels)
     if skipped not in (0, 1) or (skipped == 1 and len(tops) > 1):
-        raise DataError(
-            f"{root} does not have the layout {'/'.join(levels)}: its images are {depths[0]} "
-            f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(LAYOUT_LEVELS)}"
-        )
+        found = f"its images are {depths[0]} folders deep, as {files[0]}"
+        problem = f"{root} does not have the layout {'/'.join(levels)}: {found}"
+        raise DataError(f"{problem}; name the layout that fits, of {', '.join(LAYOUT_LEVELS)}")
     source: Source = sources.Files(root, files) if root.is_dir() else sources.Archive(root, files)
     names = zip(*(file.split("/")[skipped:-1] for file in files), strict=True)
     columns = dict(zip(levels, names, strict=True))
@@ -54,10 +49,8 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
     optional = (columns.get(level) for level in ("domain", "client", "split"))
     labels = ["" if name == UNLABELLED_FOLDER else name for name in columns["class"]]
     table = tabulate(root.stem, source, labels, classes, *optional)
-    notes = [
-        *_swap_note(root, levels, table, layout is not None),
-        *_ignored_notes(root, files, folders, levels, skipped),
-    ]
+    notes = _swap_note(root, levels, table, layout is not None)
+    notes += _ignored_notes(root, files, folders, levels, skipped)
     return replace(table, notes=tuple(notes))
 
 
@@ -111,11 +104,8 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     if depth == 3 and len(tops) == 1:  # one folder around everything
         depth, tops = 2, sorted({file.split("/")[1] for file in files})
     has_splits = all(top.lower() in SPLIT_ALIASES for top in tops)
-    guesses = {
-        1: ["class"],
-        2: ["split", "class"] if has_splits else ["domain", "class"],
-        3: ["split", "domain", "class"] if has_splits else [],
-    }
+    two, three = (["split", "class"], ["split", "domain", "class"]) if has_splits else (["domain", "class"], [])
+    guesses = {1: ["class"], 2: two, 3: three}
     if not guesses.get(depth):
         raise DataError(
             f"the layout of {root} cannot be guessed: its images are {depth} folders deep, as "
@@ -131,7 +121,4 @@ def _check_empty(root: Path, labels: Sequence[str], folders: list[str], depth: i
     for folder in folders:
         parts = folder.split("/")
         if len(parts) == depth + 1 and to_nfc(parts[depth]) not in full:
-            raise DataError(
-                f"{root}: class {parts[depth]!r} has no images (the folder {folder} is empty); "
-                "add some or remove the folder"
-            )
+            raise DataError(f"{root}: class {parts[depth]!r} has no images (the folder {folder} is empty); add some")

@@ -25,9 +25,11 @@ from fedvlm.data.table import (
     to_nfc,
 )
 from fedvlm.errors import DataError, join_names, suggest_path
+from fedvlm.plugins import require
 
 REQUIRED_COLUMNS = ("path", "label")
 OPTIONAL_COLUMNS = ("client", "domain", "split", "group")
+MAX_FINDING_VALUES = 4  # with as few different cells, one of them 1, a column may be meant as a finding
 NO_FINDING = "no finding"  # in a column labels: none of the findings; an empty cell is unknown
 
 
@@ -59,8 +61,34 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
         table = tabulate_findings(file.stem, Files(file.parent, names), findings, *optional)
     groups = columns.get("group")
     used = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS, "labels", *(() if findings is None else findings[0])}
-    subgroups = {title: string_column(cells, len(names)) for title, cells in columns.items() if title not in used}
-    return replace(table, groups=None if groups is None else anonymise_groups(groups), subgroups=subgroups)
+    others = {title: cells for title, cells in columns.items() if title not in used}
+    subgroups = {title: string_column(cells, len(names)) for title, cells in others.items()}
+    _check_repeated_rows(str(file), names, table)
+    notes = (*table.notes, *(_near_findings(others) if findings is not None else ()))
+    groups_column = None if groups is None else anonymise_groups(groups)
+    return replace(table, groups=groups_column, subgroups=subgroups, notes=notes)
+
+
+def _check_repeated_rows(context: str, names: Sequence[str], table: Dataset) -> None:
+    """Refuse an image that two rows give different labels."""
+    first: dict[str, int] = {}
+    for row, name in enumerate(names):
+        before = first.setdefault(name, row)
+        if table.labels[row] != table.labels[before]:
+            raise DataError(
+                f"{context}: rows {before + 1} and {row + 1} give {name} different labels; give it one row, with all "
+                "its findings if it has several"
+            )
+
+
+def _near_findings(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Name columns that are no findings, but may have been meant as such."""
+    for title, cells in columns.items():
+        values = sorted(set(cells) - {""})
+        if not values:
+            yield f"the column {title!r} is empty, and no finding"
+        elif {"1", "1.0"} & set(values) and len(values) <= MAX_FINDING_VALUES:
+            yield f"the column {title!r} has the cells {join_names(values)}, so it is a subgroup and no finding"
 
 
 def read_findings(
@@ -80,11 +108,8 @@ def read_findings(
         return names, matrix.reshape(len(cells), len(names))
     known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
     values = {"0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "": nan, "nan": nan}
-    titles = [
-        title
-        for title, cells in columns.items()
-        if title not in known and any(cells) and all(cell.lower() in values for cell in cells)
-    ]
+    candidates = {title: cells for title, cells in columns.items() if title not in known and any(cells)}
+    titles = [title for title, cells in candidates.items() if all(cell.lower() in values for cell in cells)]
     if classes is not None:
         if missing := sorted({name.lower() for name in classes} - set(columns)):
             raise DataError(f"{context} has no column {missing[0]!r} for that finding")
@@ -140,11 +165,8 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     form = 'it must hold {"train": [[path, label, class], ...], "val": ..., "test": ...}'
     try:
         parts = json.loads(file.read_text(encoding="utf-8"))
-        rows = [
-            (str(name), int(label), str(title), str(split))
-            for split, items in parts.items()
-            for name, label, title in items
-        ]
+        lines = [(*item, split) for split, items in parts.items() for item in items]
+        rows = [(str(name), int(label), str(title), str(split)) for name, label, title, split in lines]
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{file} is not a split file of CoOp ({error}); {form}") from error
     if not rows:
@@ -152,20 +174,14 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     titles: dict[int, str] = {}
     for name, label, title, _ in rows:
         if titles.setdefault(label, title) != title:
-            raise DataError(
-                f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; a label has one class"
-            )
+            raise DataError(f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; give it one class")
     classes = [titles[label] for label in sorted(titles)]
     if sorted(titles) != list(range(len(titles))) or len(set(classes)) < len(classes):
         raise DataError(f"{file}: the labels are not 0, 1, 2, ... with one class each; get it again")
     root = _root(file, images, rows[0][0])
-    return tabulate(
-        file.stem.removeprefix("split_zhou_"),
-        Files(root, _paths(file, root, [name for name, *_ in rows])),
-        [title for _, _, title, _ in rows],
-        classes,
-        splits=[split for *_, split in rows],
-    )
+    files = Files(root, _paths(file, root, [name for name, *_ in rows]))
+    labels, splits = [title for _, _, title, _ in rows], [split for *_, split in rows]
+    return tabulate(file.stem.removeprefix("split_zhou_"), files, labels, classes, splits=splits)
 
 
 def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
@@ -182,10 +198,8 @@ def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
             yield header
             for row, line in enumerate((line for line in lines if line), start=1):
                 if len(line) != len(header):
-                    raise DataError(
-                        f"the {file_kind} {file}: row {row} has {len(line)} cells and the header "
-                        f"{len(header)}; quote cells that hold a comma"
-                    )
+                    lengths = f"{len(line)} cells and the header {len(header)}"
+                    raise DataError(f"the {file_kind} {file}: row {row} has {lengths}; quote cells that hold a comma")
                 yield [cell.strip() for cell in line]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise DataError(f"the {file_kind} {file} is no CSV in UTF-8 ({error}); save it as one") from error
@@ -193,10 +207,7 @@ def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
 
 def parquet_columns(file: Path, file_kind: str) -> dict[str, list[Any]]:
     """Return the columns of a Parquet file by title in lower case."""
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError(f"reading {file} needs pyarrow; install fedvlm[datasets] or save it as .csv") from error
+    parquet = require("pyarrow.parquet", f"reading {file} needs pyarrow", "datasets", DataError)
     try:
         columns: dict[str, list[Any]] = parquet.read_table(file).to_pydict()
     except (OSError, ValueError) as error:
@@ -206,10 +217,8 @@ def parquet_columns(file: Path, file_kind: str) -> dict[str, list[Any]]:
 
 def _columns(file: Path) -> dict[str, list[str]]:
     if file.suffix.lower() == ".parquet":
-        return {
-            title: ["" if cell is None else str(cell).strip() for cell in cells]
-            for title, cells in parquet_columns(file, "manifest").items()
-        }
+        columns = parquet_columns(file, "manifest").items()
+        return {title: ["" if cell is None else str(cell).strip() for cell in cells] for title, cells in columns}
     header, *lines = csv_lines(file, "manifest")
     return {title: [line[index] for line in lines] for index, title in enumerate(header)}
 
@@ -241,7 +250,6 @@ def _root(file: Path, images: str | Path | None, first: str) -> Path:
     for folder in tried:
         if (folder / first).is_file():
             return folder
-    raise DataError(
-        f"{first}, the first image of {file}, is not below "
-        f"{join_names([str(folder) for folder in tried])}; name the folder of the images as images"
-    )
+    places = join_names([str(folder) for folder in tried])
+    problem = f"{first}, the first image of {file}, is not below {places}"
+    raise DataError(f"{problem}; name the folder of the images as images")

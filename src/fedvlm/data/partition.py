@@ -127,6 +127,14 @@ class Partition:
         return {id: client.domain for id, client in self.clients.items()}
 
 
+def select_samples(table: SampleTable, rows: Ints, classes: slice = slice(None)) -> SampleList:
+    """Return some samples, whose labels are those of some classes."""
+    columns = {name: getattr(table, name)[rows] for name in ("domains", "clients", "splits")}
+    columns |= {"groups": None if table.groups is None else table.groups[rows]}
+    content, labels = [table.content[row] for row in rows.tolist()], np.asarray(table.labels, np.int64)[rows]
+    return SampleList(table.classes[classes], labels - (classes.start or 0), content=content, **columns)
+
+
 def image_digest(image: bytes) -> str:
     """Return the SHA-256 of the encoded bytes: equal digests are the same image."""
     return sha256(image).hexdigest()
@@ -230,18 +238,9 @@ def _partition_with_unlabelled(table: SampleTable, clients: Clients, seed: int, 
     labelled, unlabelled = np.flatnonzero(labels != UNLABELLED), np.flatnonzero(labels == UNLABELLED)
     if not len(labelled):
         raise DataError("no sample has a label; give some of them one")
-    subset = SampleList(
-        table.classes,
-        labels[labelled],
-        **{name: getattr(table, name)[labelled] for name in ("domains", "clients", "splits")},
-        content=[table.content[row] for row in labelled.tolist()],
-        groups=None if table.groups is None else table.groups[labelled],
-    )
-    partition = _partition_labelled(subset, clients, seed, targets)
-    rows_of = {
-        id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS}
-        for id, client in partition.clients.items()
-    }
+    partition = _partition_labelled(select_samples(table, labelled), clients, seed, targets)
+    members_of = partition.clients.items()
+    rows_of = {id: {split: labelled[getattr(client, split)] for split in SPLIT_FIELDS} for id, client in members_of}
     held_out = [rows[split] for rows in rows_of.values() for split in ("validation", "test", "calibration")]
     excluded = np.concatenate([labelled[partition.public], *held_out])
     content = rank_digests(table.content)
@@ -278,10 +277,8 @@ def _apply_split_targets(table: SampleTable, targets: Sequence[str]) -> SampleTa
             continue
         is_marked = np.asarray(table.splits) == name.removeprefix(SPLIT_PREFIX)
         if name != f"{SPLIT_PREFIX}{SPLITS[-1]}" or not is_marked.any():
-            raise DataError(
-                f'the data mark no samples for the target {name!r}; "{SPLIT_PREFIX}test" needs data with a test '
-                "split, and other targets are domains or clients"
-            )
+            needs = f'"{SPLIT_PREFIX}test" needs data with a test split, and other targets are domains or clients'
+            raise DataError(f"the data mark no samples for the target {name!r}; {needs}")
         domains = np.where(is_marked, name, table.domains)
         columns = (table.clients, table.splits, table.content, table.groups)
         table = SampleList(table.classes, table.labels, domains, *columns)
@@ -336,10 +333,9 @@ def _check_columns(table: SampleTable, clients: Clients) -> Ints:
     labels = np.asarray(table.labels, dtype=np.int64)
     columns = (table.domains, table.clients, table.splits, table.content)
     if any(len(column) != len(labels) for column in columns):
-        raise DataError(
-            f"the columns labels, domains, clients, splits and content have {[len(labels), *map(len, columns)]} rows; "
-            "they must have the same length"
-        )
+        lengths = [len(labels), *map(len, columns)]
+        problem = f"labels, domains, clients, splits and content have {lengths} rows"
+        raise DataError(f"{problem}; they must have the same length")
     if not len(labels):
         raise DataError("the data have no samples; name a data set with images")
     counts = np.bincount(labels[labels >= 0], minlength=len(table.classes))
@@ -361,10 +357,8 @@ def _check_columns(table: SampleTable, clients: Clients) -> Ints:
 
 def _check_column(kind: str, column: Strings, partition: str, remedy: str) -> None:
     if missing := int((np.asarray(column) == "").sum()):
-        raise DataError(
-            f'{missing} of {len(column)} samples have no {kind}, which clients.partition = "{partition}" needs; '
-            f"give every sample a {kind}, or use {remedy}"
-        )
+        problem = f'{missing} of {len(column)} samples have no {kind}, which clients.partition = "{partition}" needs'
+        raise DataError(f"{problem}; give every sample a {kind}, or use {remedy}")
 
 
 def _pools(table: SampleTable, clients: Clients, targets: Sequence[str]) -> Strings:

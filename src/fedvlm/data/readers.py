@@ -15,17 +15,14 @@ from fedvlm.data.sources import Arrow, Pixels
 from fedvlm.data.splits import read_splits
 from fedvlm.data.table import Dataset, string_column, tabulate
 from fedvlm.errors import DataError, SettingsError, join_names, unknown_name
-from fedvlm.plugins import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside, require
 
 GROUP = "fedvlm.data"
 Reader = Callable[..., Dataset]  # takes a place, and options by name
 LABEL_COLUMNS = ("label", "labels", "class")  # column names that are tried if none is given
 DOMAIN_COLUMNS = ("domain",)
 CLIENT_COLUMNS = ("client", "writer_id", "client_id")
-OFFLINE_REMEDY = (
-    "without the Hub, run datasets.load_dataset(ID).save_to_disk(DIR) where there is a network, "
-    "copy DIR here and open hub:DIR"
-)
+OFFLINE_REMEDY = "without the Hub, run datasets.load_dataset(ID).save_to_disk(DIR) elsewhere, and open hub:DIR"
 CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")  # of FEMNIST
 IMAGE_SIDE = 28  # of FEMNIST
 
@@ -58,14 +55,11 @@ def read_hub(
     }
     for role in ("image", "label"):
         if columns[role] is None:
-            raise DataError(
-                f"{path} has no column for the {role}; its columns are {join_names(list(rows.features))}; "
-                f"name it, as {role}=COLUMN"
-            )
+            titles = join_names(list(rows.features))
+            raise DataError(f"{path} has no column for the {role}; its columns are {titles}; name it, as {role}=COLUMN")
     if columns["image"] not in images:
-        raise DataError(
-            f"the column {columns['image']!r} holds {rows.features[columns['image']]}, not images; name another"
-        )
+        kind = rows.features[columns["image"]]
+        raise DataError(f"the column {columns['image']!r} holds {kind}, not images; name another")
     undecoded = rows.select_columns([columns["image"]]).cast_column(columns["image"], datasets.Image(decode=False))
     names = getattr(rows.features[columns["label"]], "names", None)
     splits = [name for name, part in parts.items() for _ in range(len(part))]
@@ -87,10 +81,7 @@ def is_saved(path: Path) -> bool:
 
 def _load(path: str) -> dict[str, Any]:
     """Load the splits of a data set by name."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"opening {path} needs datasets; install fedvlm[datasets]") from error
+    datasets = require("datasets", f"opening {path} needs datasets", "datasets", DataError)
     saved = Path(path).is_dir()
     if saved and not is_saved(Path(path)):
         raise DataError(f"{path} was not written by save_to_disk; name its parent, or open it as a folder")
@@ -118,10 +109,7 @@ def _strings(rows: Any, column: str) -> list[str]:
     names = getattr(rows.features[column], "names", None)
     values = rows.select_columns([column])[:][column]
     if any(value is None or (names and value < 0) for value in values):
-        raise DataError(
-            f"the column {column!r} has rows without a value (a test split without labels?); "
-            "save the data set without them"
-        )
+        raise DataError(f"the column {column!r} has rows without a value (a test split?); leave them out")
     return [names[value] for value in values] if names else [str(value) for value in values]
 
 
@@ -155,9 +143,7 @@ def read_leaf(path: str | Path) -> Dataset:
                 names += [f"{file.relative_to(root)}:{writer}[{row}]" for row in range(len(y))]
                 splits += [split] * len(y)
     if not labels:
-        raise DataError(
-            f"{root} has no LEAF data; name the folder with its .json files, or the one with train/ and test/"
-        )
+        raise DataError(f"{root} has no LEAF data; name the folder of its .json files, or that of train/ and test/")
     present, ids = np.unique(np.array(labels, dtype=np.int64), return_inverse=True)
     return Dataset(  # not by `tabulate`: A and a are two classes here
         name=root.name,
@@ -230,10 +216,8 @@ def detect_kind(name: str) -> tuple[str, str] | None:
     if suffix in (".npz", ".safetensors"):
         raise DataError(f"{path} holds embeddings, which replace data and encoder; write --encoder store:{path}")
     if suffix not in KIND_OF_SUFFIX:
-        raise DataError(
-            f"the kind of {path} is unknown; a data set is a folder or ends in {', '.join(KIND_OF_SUFFIX)}; "
-            f"or name its kind, as manifest:{path}"
-        )
+        endings = ", ".join(KIND_OF_SUFFIX)
+        raise DataError(f"the kind of {path} is unknown; name it, as manifest:{path}, a folder, or a file in {endings}")
     return KIND_OF_SUFFIX[suffix], name
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 from fedvlm.data.table import Source
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.plugins import require
 from fedvlm.storage.files import MAX_IMAGE_BYTES, read_regular
 
 COMMON_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -39,60 +40,58 @@ def is_hidden(path: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
 
 
-class Files:
+class NamedSource:
+    """Images with a name each."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, row: int) -> str:
+        return self.names[row]
+
+
+class Files(NamedSource):
     """Files below a folder."""
 
     def __init__(self, root: Path, paths: Sequence[str]) -> None:
-        self.root, self.paths = root, list(paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def name(self, row: int) -> str:
-        return self.paths[row]
+        super().__init__(paths)
+        self.root = root
 
     def read(self, row: int) -> bytes:
         try:
-            return read_regular(self.root / self.paths[row], MAX_IMAGE_BYTES)
+            return read_regular(self.root / self.names[row], MAX_IMAGE_BYTES)
         except OSError as error:
-            raise DataError(
-                f"{self.root / self.paths[row]} cannot be read ({error.strerror}); "
-                "put the file back or leave it out of the data set"
-            ) from error
+            file = self.root / self.names[row]
+            raise DataError(f"{file} cannot be read ({error.strerror}); put it back or leave it out") from error
 
 
-class Archive:
+class Archive(NamedSource):
     """Members of a .zip, read in place; each process opens it itself, so that the source can be pickled."""
 
     def __init__(self, path: Path, members: Sequence[str]) -> None:
-        self.path, self.members = path, list(members)
+        super().__init__(members)
+        self.path = path
         self._open: ZipFile | None = None
         self._owner = 0  # the process that opened it: a forked one must not share the file position
 
-    def __len__(self) -> int:
-        return len(self.members)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}
-
-    def name(self, row: int) -> str:
-        return self.members[row]
 
     def read(self, row: int) -> bytes:
         try:
             if self._open is None or self._owner != getpid():
                 self._open, self._owner = ZipFile(self.path), getpid()
             # the size in the header may be false, so unpacking is limited
-            with self._open.open(self.members[row]) as member:
+            with self._open.open(self.names[row]) as member:
                 data = member.read(MAX_IMAGE_BYTES + 1)
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
-            raise DataError(
-                f"{self.members[row]} of {self.path} cannot be read ({error}); the archive is damaged, so get it again"
-            ) from error
+            raise DataError(f"{self.names[row]} of {self.path} cannot be read ({error}); get it again") from error
         if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"{self.members[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
-            )
+            problem = f"{self.names[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes"
+            raise DataError(f"{problem}; leave it out")
         return data
 
 
@@ -115,22 +114,15 @@ class Arrow:
         try:
             return read_regular(Path(cell["path"]), MAX_IMAGE_BYTES)
         except (OSError, TypeError) as error:
-            raise DataError(
-                f"{self.name(row)} has neither bytes nor a file ({cell!r}); save the data set with its images embedded"
-            ) from error
+            raise DataError(f"{self.name(row)} has neither bytes nor a file; save it with its images") from error
 
 
-class Pixels:
+class Pixels(NamedSource):
     """Grey images in memory, read as PNG."""
 
     def __init__(self, pixels: NDArray[np.uint8], names: Sequence[str]) -> None:
-        self.pixels, self.names = pixels, list(names)  # (images, height, width)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def name(self, row: int) -> str:
-        return self.names[row]
+        super().__init__(names)
+        self.pixels = pixels  # (images, height, width)
 
     def read(self, row: int) -> bytes:
         return encode_png(self.pixels[row])
@@ -241,14 +233,10 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
     body = b"\x78\x01" + b"".join(_block(lines[at : at + MAX_BLOCK_BYTES], at == starts[-1]) for at in starts)
     colour = b"\x02" if pixels.ndim == 3 else b"\x00"
     head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08" + colour + b"\0\0\0"
-    chunks = (
-        (b"IHDR", head),
-        (b"IDAT", body + zlib.adler32(lines).to_bytes(4, "big")),
-        (b"IEND", b""),
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big") for kind, data in chunks
-    )
+    chunks = ((b"IHDR", head), (b"IDAT", body + zlib.adler32(lines).to_bytes(4, "big")), (b"IEND", b""))
+    sealed = ((len(data), kind + data) for kind, data in chunks)
+    bodies = (size.to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big") for size, data in sealed)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(bodies)
 
 
 def _block(data: bytes, last: bool) -> bytes:
@@ -285,9 +273,7 @@ def check_window(value: Any) -> Window | None:
         return None
     is_numeric = isinstance(value, Sequence) and all(isinstance(bound, int | float) for bound in value)
     if not is_numeric or len(value) != 2 or not value[0] < value[1]:
-        raise SettingsError(
-            f"source.window must be the values shown as black and as white, as [-160, 240]; got {value!r}"
-        )
+        raise SettingsError(f"source.window must be the values that are black and white, as [-160, 240]; got {value!r}")
     return float(value[0]), float(value[1])
 
 
@@ -295,7 +281,8 @@ def to_eight_bit(name: str, data: bytes, window: Window | None) -> bytes:
     """Return the bytes of an image, converted if it has more than 8 bits."""
     if data[128:132] == b"DICM":
         return encode_png(read_dicom(name, data, window))
-    if not name.lower().endswith(SUFFIXES_16_BIT) or not _may_be_16_bit(data):
+    is_8_bit_png = data[:4] == b"\x89PNG" and data[24:25] != b"\x10"  # only PNG has the depth at a fixed place
+    if not name.lower().endswith(SUFFIXES_16_BIT) or is_8_bit_png:
         return data
     try:
         with warnings.catch_warnings(), Image.open(BytesIO(data)) as image:
@@ -310,18 +297,9 @@ def to_eight_bit(name: str, data: bytes, window: Window | None) -> bytes:
     return encode_png(scale_to_grey(values, *(window or (values.min(), values.max()))))
 
 
-def _may_be_16_bit(data: bytes) -> bool:
-    """Whether the header allows 16 bits; only PNG has the depth at a fixed place."""
-    return data[24:25] == b"\x10" if data[:4] == b"\x89PNG" else True
-
-
 def read_dicom(name: str, data: bytes, window: Window | None) -> NDArray[np.uint8]:
     """Read the first frame with the window of the file: (height, width), or with three colours."""
-    try:
-        import pydicom
-        from pydicom import pixels
-    except ImportError as error:
-        raise DataError(f"{name} is DICOM; pip install 'fedvlm[dicom]'") from error
+    pydicom, pixels = (require(part, f"{name} is DICOM", "dicom", DataError) for part in ("pydicom", "pydicom.pixels"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tags that are not used

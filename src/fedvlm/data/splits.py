@@ -105,9 +105,7 @@ def _check_marks(marks: Sequence[str], groups: Strings, pool: str) -> None:
     mark_of_group: dict[str, str] = {}
     for name, mark in zip(groups.tolist(), marks, strict=True):
         if name and mark_of_group.setdefault(name, mark) != mark:
-            raise DataError(
-                f"{pool}: the group {name!r} is in {mark_of_group[name]} and in {mark}; give all its rows one split"
-            )
+            raise DataError(f"{pool}: the group {name!r} is in {mark_of_group[name]} and in {mark}; give it one split")
 
 
 def draw_shots(labels: Ints, shots: int, rng: np.random.Generator) -> Ints:

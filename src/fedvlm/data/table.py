@@ -106,10 +106,8 @@ def encode_findings(context: str, matrix: NDArray[Any], classes: Sequence[str]) 
 def pattern_names(findings: Findings, classes: Sequence[str]) -> tuple[str, ...]:
     """Name each pattern by its findings, as `edema|effusion`; unknown ones have a question mark."""
     marks = {1: "{}", -1: "{}?"}
-    return tuple(
-        "|".join(marks[value].format(name) for value, name in zip(row, classes, strict=True) if value) or "no finding"
-        for row in findings.tolist()
-    )
+    named = [[marks[v].format(name) for v, name in zip(row, classes, strict=True) if v] for row in findings.tolist()]
+    return tuple("|".join(names) or "no finding" for names in named)
 
 
 def align_labels(table: Any, number: Sequence[int], n_classes: int) -> dict[str, Any]:
@@ -204,13 +202,8 @@ class EmbeddedTable:
 
     def offers(self) -> set[str]:
         """Return which needs of methods these samples meet."""
-        available = {
-            "image": self.x,
-            "text": self.text,
-            "patches": self.patches,
-            "text tower": self.text_tower,
-            "image tower": None if self.images is None else self.image_tower,
-        }
+        towers = {"text tower": self.text_tower, "image tower": None if self.images is None else self.image_tower}
+        available = {"image": self.x, "text": self.text, "patches": self.patches, **towers}
         return {capability for capability, value in available.items() if value is not None}
 
     def view(self, needs: Collection[str]) -> "Tensor | LazyRows":
@@ -225,16 +218,13 @@ class EmbeddedTable:
 
     def select(self, rows: NDArray[np.int64], **changes: Any) -> "EmbeddedTable":
         """Return some of the samples, in the given order; `changes` are fields to replace."""
-        content = [self.content[row] for row in rows.tolist()]
-        columns = {key: getattr(self, key)[rows] for key in ("labels", "domains", "clients", "splits")}
         return replace(
             self,
             x=self.x[rows],
-            content=content,
-            groups=None if self.groups is None else self.groups[rows],
-            subgroups={key: column[rows] for key, column in self.subgroups.items()},
+            content=[self.content[row] for row in rows.tolist()],
             patches=None if self.patches is None else self.patches[rows],
-            **(columns | changes),
+            images=None if self.images is None else self.images.take(torch.from_numpy(rows)),
+            **(select_columns(self, rows) | changes),
         )
 
 
@@ -242,6 +232,13 @@ def with_test_data(table: EmbeddedTable, others: Mapping[str, EmbeddedTable]) ->
     """Return a table with other data sets to test on, by the names that the setting test_data gives them."""
     prints = [table.fingerprint, *(f"{name} {other.fingerprint}" for name, other in others.items())]
     return replace(table, test_data=dict(others), fingerprint=sha256("\x1f".join(prints).encode()).hexdigest())
+
+
+def select_columns(table: Dataset | EmbeddedTable, rows: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the columns of some samples."""
+    names = ("labels", "domains", "clients", "splits", "groups")
+    columns = {key: getattr(table, key)[rows] for key in names if getattr(table, key) is not None}
+    return columns | {"subgroups": {key: column[rows] for key, column in table.subgroups.items()}}
 
 
 def to_nfc(name: str) -> str:
@@ -276,10 +273,8 @@ def tabulate(
     number = {"": UNLABELLED} | {class_name: index for index, class_name in enumerate(ordered)}
     for row, label in enumerate(row_names):
         if label not in number:
-            raise DataError(
-                f"{name}: {source.name(row)} has the label {label!r}, which is no class; the "
-                f"classes are {join_names(ordered)}"
-            )
+            owner, known = source.name(row), join_names(ordered)
+            raise DataError(f"{name}: {owner} has the label {label!r}, which is no class; the classes are {known}")
     if empty := sorted(set(ordered) - used):
         raise DataError(f"{name}: class {empty[0]!r} has no images; add some or leave the class out")
     return Dataset(
@@ -308,10 +303,8 @@ def check_class_names(context: str, names: Sequence[str]) -> None:
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise DataError(f"{context}: the class {twice!r} is listed twice; list every class once")
     if reserved := [name for name in names if name.casefold() == UNLABELLED_FOLDER]:
-        raise DataError(
-            f"{context}: {reserved[0]!r} cannot be a class, because images in a folder of this name have no label; "
-            "rename the class"
-        )
+        reason = "because images in a folder of this name have no label"
+        raise DataError(f"{context}: {reserved[0]!r} cannot be a class, {reason}; rename the class")
 
 
 def check_scale(context: str, scale: float) -> float:
@@ -340,10 +333,8 @@ def _check_case_collisions(name: str, classes: Sequence[str]) -> None:
     for class_name in classes:
         key = class_name.replace("_", " ").casefold()
         if key in spelling_of:
-            raise DataError(
-                f"{name}: the classes {spelling_of[key]!r} and {class_name!r} differ only in case or blanks; "
-                "give them one spelling"
-            )
+            spellings = f"{spelling_of[key]!r} and {class_name!r}"
+            raise DataError(f"{name}: the classes {spellings} differ only in case or blanks; give them one spelling")
         spelling_of[key] = class_name
 
 

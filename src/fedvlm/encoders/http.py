@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.encoders import Vectors
 from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.plugins import require
 
 TOKEN_VARIABLE = "FEDVLM_ENCODER_TOKEN"
 MAX_REPLY_SECONDS = 600.0  # for a complete reply, however slowly it arrives
@@ -71,9 +72,8 @@ class Http:
             self._max_batch, self._max_bytes = int(info["max_batch"]), int(info["max_bytes"])
             self.identity = {"kind": "http", "server": str(info["fingerprint"])}
         except (KeyError, TypeError, ValueError) as error:
-            raise EncoderError(
-                f"{self.url}/info is not the reply of an encoder server ({error!r}); check the URL"
-            ) from error
+            problem = f"is not the reply of an encoder server ({error!r})"
+            raise EncoderError(f"{self.url}/info {problem}; check the URL") from error
         if "image" not in self.offers:
             raise EncoderError(f"{self.url} offers no image embeddings; use another server")
 
@@ -85,17 +85,13 @@ class Http:
         if self.drift is None and files:
             self._probe(files[0], parts[0].pooled[0])
         spread = [part.patches for part in parts if part.patches is not None]
-        return Vectors(
-            np.concatenate([part.pooled for part in parts]),
-            np.concatenate(spread) if patches else None,
-        )
+        return Vectors(np.concatenate([part.pooled for part in parts]), np.concatenate(spread) if patches else None)
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
             raise EncoderError(f"{self.name} has no text; its server offers images only")
-        answer = self._request(
-            "POST", "/text", {"sentences": list(sentences)}, max_reply_bytes(len(sentences), self.dim)
-        )
+        max_bytes = max_reply_bytes(len(sentences), self.dim)
+        answer = self._request("POST", "/text", {"sentences": list(sentences)}, max_bytes)
         vectors = self._array(answer, "pooled", len(sentences), 2)
         return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
 
@@ -106,10 +102,8 @@ class Http:
         for file in files:
             size = 4 * len(file) // 3 + 10
             if size > room:
-                raise EncoderError(
-                    f"an image of {len(file):,} bytes is more than {self.url} accepts "
-                    f"({self._max_bytes:,} per request); scale it down first"
-                )
+                limit = f"{self.url} accepts ({self._max_bytes:,} per request)"
+                raise EncoderError(f"an image of {len(file):,} bytes is more than {limit}; scale it down first")
             if part and (used + size > room or len(part) == self._max_batch):
                 yield part
                 part, used = [], 0
@@ -133,28 +127,19 @@ class Http:
         first_unit, second_unit = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
         self.drift = float(np.abs(first_unit - second_unit).max())
         if self.drift > self._tolerance and self.warn is not None:
-            self.warn(
-                f"{self.name} returned two embeddings of the same image that differ by {self.drift:.2g}; "
-                "the first is used, and the run cannot be reproduced exactly"
-            )
+            result = f"two embeddings of the same image that differ by {self.drift:.2g}"
+            self.warn(f"{self.name} returned {result}; the first is used, and the run cannot be reproduced exactly")
 
     def _array(self, answer: dict[str, Any], key: str, rows: int, axes: int) -> NDArray[Any]:
         if answer.get("fingerprint") != self.identity["server"]:
-            raise EncoderError(
-                f"the encoder behind {self.url} was changed while it was in use; "
-                "run again to embed everything with the new one"
-            )
+            raise EncoderError(f"the encoder behind {self.url} was changed while it was in use; run again")
         try:
             values = decode_array(answer[key])
         except (KeyError, TypeError, ValueError) as error:
-            raise EncoderError(
-                f"{self.url} returned no array {key!r} ({error!r}); report it to the server's owner"
-            ) from error
+            raise EncoderError(f"{self.url} returned no array {key!r} ({error!r}); tell the server's owner") from error
         if values.ndim != axes or len(values) != rows or values.shape[-1] != self.dim:
-            raise EncoderError(
-                f"{self.url} returned {key} of {values.shape} for {rows} rows; "
-                f"its vectors must have length {self.dim}: report it to the server's owner"
-            )
+            problem = f"{self.url} returned {key} of {values.shape} for {rows} rows"
+            raise EncoderError(f"{problem}; its vectors must have length {self.dim}: report it to the server's owner")
         good = np.isfinite(values).all(axis=tuple(range(1, axes)))
         if not good.all():
             row = int(np.flatnonzero(~good)[0])
@@ -175,9 +160,8 @@ class Http:
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 if "CERTIFICATE_VERIFY" in problem:
-                    raise EncoderError(
-                        f"the certificate of {self.url} is not trusted ({error}); name its issuer in ca_file"
-                    ) from error
+                    reason = f"the certificate of {self.url} is not trusted ({error})"
+                    raise EncoderError(f"{reason}; name its issuer in ca_file") from error
             else:
                 if answer.status_code == 200:
                     return self._object(answer)
@@ -190,10 +174,8 @@ class Http:
             if attempt < self._retries:
                 backoff = self._wait * 2**attempt * random.uniform(0.5, 1.0)
                 time.sleep(min(max(backoff, retry_after or 0.0), MAX_WAIT_SECONDS))
-        raise EncoderError(
-            f"{self.url}{path} failed {self._retries + 1} times ({problem}); check the URL and "
-            "whether the server runs, then run again: finished embeddings are cached"
-        )
+        remedy = "check the URL and whether the server runs, then run again: finished embeddings are cached"
+        raise EncoderError(f"{self.url}{path} failed {self._retries + 1} times ({problem}); {remedy}")
 
     def _read_response(self, verb: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> Any:
         """Read one complete reply within its limits of bytes and of time."""
@@ -211,10 +193,8 @@ class Http:
         try:
             with self._client.stream(verb, path, json=body) as answer:
                 if coding := answer.headers.get("content-encoding"):
-                    raise EncoderError(
-                        f"{self.url}{path} returned a compressed reply ({coding}), which was not requested; "
-                        "switch that off at the server or the proxy before it"
-                    )
+                    problem = f"{self.url}{path} returned a compressed reply ({coding}), which was not requested"
+                    raise EncoderError(f"{problem}; switch that off at the server or the proxy before it")
                 raw = bytearray()
                 for part in answer.iter_raw():
                     raw += part
@@ -223,10 +203,8 @@ class Http:
                 return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(raw))
         except (httpx.TransportError, RuntimeError) as error:
             if timed_out.is_set():
-                raise EncoderError(
-                    f"{self.url}{path} took longer than {self.max_seconds:g} seconds for one reply; "
-                    "report it to the owner of the server"
-                ) from error
+                limit = f"{self.max_seconds:g} seconds for one reply"
+                raise EncoderError(f"{self.url}{path} took longer than {limit}; tell the server's owner") from error
             raise
         finally:
             timer.cancel()
@@ -248,10 +226,7 @@ def max_reply_bytes(rows: int, dim: int, patches: bool = False) -> int:
 
 
 def _client(url: str, token_file: str | Path | None, ca_file: str | Path | None, timeout: float) -> Any:
-    try:
-        import httpx
-    except ImportError as error:
-        raise EncoderError("httpx is not installed; pip install 'fedvlm[http]'") from error
+    httpx = require("httpx", "httpx is not installed", "http", EncoderError)
     token = read_token(token_file) if token_file else os.environ.get(TOKEN_VARIABLE, "")
     # the size of a compressed reply is not known before it is unpacked
     headers = {"Accept-Encoding": "identity"}

@@ -20,7 +20,7 @@ from torch.nn.functional import linear, normalize
 
 from fedvlm.devices import CPU, Device, is_out_of_memory, run_in_halves, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError
 from fedvlm.hub import is_local_only
@@ -67,13 +67,8 @@ class HuggingFace(TorchEncoder):
             if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
                 offers.add("text tower")
         self.offers = frozenset(offers)
-        self.identity = {
-            "kind": f"huggingface {self.kind}",
-            "weights": weights_hash(self.model.state_dict()),
-            "activation": vision.hidden_act,
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        kind, weights = f"huggingface {self.kind}", self.model.state_dict()
+        self.identity = self.describe_weights(kind, weights, activation=vision.hidden_act)
         if self.tokenizer is not None:
             words = json.dumps(sorted(self.tokenizer.get_vocab().items()))
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
@@ -86,10 +81,8 @@ class HuggingFace(TorchEncoder):
         except (ValueError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise EncoderError(
-                f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error}); "
-                "its preprocessor_config.json does not fit its config.json"
-            ) from error
+            problem = f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error})"
+            raise EncoderError(f"{problem}; its preprocessor_config.json does not fit its config.json") from error
 
     def _side(self) -> tuple[int, int]:
         side = self.preprocess.crop or self.preprocess.size
@@ -172,26 +165,15 @@ def load(source: str | Path, local_only: bool) -> tuple[Any, Any, Any, Pixels]:
     options = {"local_files_only": local_only, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(location, **options)
     if config.model_type not in FAMILIES:
-        raise EncoderError(
-            f"{source} is a model of type {config.model_type!r}; supported types are {', '.join(FAMILIES)}"
-        )
+        raise EncoderError(f"{source} is of type {config.model_type!r}; supported types are {', '.join(FAMILIES)}")
     preprocess = _pixels(transformers, location, config.model_type, options)
     family = getattr(transformers, FAMILIES[config.model_type][0])
-    shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
-    model, loading = family.from_pretrained(
-        location,
-        config=config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        output_loading_info=True,
-        **shape,
-        **options,
-    )
+    shape: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
+    shape |= {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, loading = family.from_pretrained(location, **shape, **options)
     if loading["missing_keys"]:
-        raise EncoderError(
-            f"the weights of {source} lack {min(loading['missing_keys'])} and "
-            f"{len(loading['missing_keys']) - 1} more; get the complete checkpoint"
-        )
+        missing = loading["missing_keys"]
+        raise EncoderError(f"the weights of {source} lack {min(missing)} and {len(missing) - 1} more; get all of them")
     tokenizer = None
     if hasattr(config, "text_config"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)
@@ -228,14 +210,9 @@ def _affine(module: Any) -> Affine:
 def _layer(layer: Any) -> Layer:
     attention = layer.self_attn
     three = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return Layer(
-        norm1=_affine(layer.layer_norm1),
-        qkv=Affine(torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])),
-        out=_affine(attention.out_proj),
-        norm2=_affine(layer.layer_norm2),
-        up=_affine(layer.mlp.fc1),
-        down=_affine(layer.mlp.fc2),
-    )
+    joint = Affine(torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three]))
+    rest = (attention.out_proj, layer.layer_norm2, layer.mlp.fc1, layer.mlp.fc2)
+    return Layer(_affine(layer.layer_norm1), joint, *map(_affine, rest))
 
 
 @contextmanager

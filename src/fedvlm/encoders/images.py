@@ -44,9 +44,8 @@ def decode(data: bytes) -> Image.Image:
         except DataError:
             raise
         except Exception as error:  # Pillow raises nearly every kind on broken bytes
-            raise DataError(
-                f"the image is truncated or damaged ({type(error).__name__}: {error}); replace or remove it"
-            ) from error
+            kind = type(error).__name__
+            raise DataError(f"the image is truncated or damaged ({kind}: {error}); replace or remove it") from error
 
 
 def open_checked(data: bytes) -> Image.Image:
@@ -58,17 +57,13 @@ def open_checked(data: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise DataError(f"the image is too large ({error}); scale it down first") from error
     except UnidentifiedImageError as error:
-        raise DataError(
-            f"not an image that can be read: it begins with {data[:12]!r}; the formats are {', '.join(FORMATS)}"
-        ) from error
+        formats = ", ".join(FORMATS)
+        raise DataError(f"not an image that can be read: it begins with {data[:12]!r}, not as {formats}") from error
     width, height = image.size
     if width * height > PIXEL_LIMIT:
         raise DataError(f"the image has {width} x {height} pixels, more than {PIXEL_LIMIT:,}; scale it down first")
     if max(width, height) > ASPECT_LIMIT * min(width, height):
-        raise DataError(
-            f"the image has {width} x {height} pixels, a sliver longer than {ASPECT_LIMIT} "
-            "times its width; crop it first"
-        )
+        raise DataError(f"the image has {width} x {height} pixels, a sliver above 1:{ASPECT_LIMIT}; crop it first")
     return image
 
 
@@ -85,10 +80,9 @@ def to_rgb(image: Image.Image, format: str | None) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and format != "TIFF"):
         return from_16_bits(image)
     if image.mode in ("I", "F"):
-        raise DataError(
-            f"the image holds {'whole' if image.mode == 'I' else 'floating-point'} numbers "
-            "of 32 bits, whose black and white are unknown; save it with 8 or 16 bits"
-        )
+        kind = "whole" if image.mode == "I" else "floating-point"
+        problem = f"the image holds {kind} numbers of 32 bits, whose black and white are unknown"
+        raise DataError(f"{problem}; save it with 8 or 16 bits")
     if image.has_transparency_data:
         paint = image.convert("RGBA")
         white = Image.new("RGBA", paint.size, "white")
@@ -218,12 +212,7 @@ class DecoderPool:
     def __enter__(self) -> "DecoderPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 

@@ -92,11 +92,7 @@ class ImageStream:
 
 
 def stream_images(
-    source: Source,
-    rows: NDArray[np.int64],
-    content: Sequence[str],
-    preprocess: Any,
-    budget: int = MAX_DECODED_BYTES,
+    source: Source, rows: NDArray[np.int64], content: Sequence[str], preprocess: Any, budget: int = MAX_DECODED_BYTES
 ) -> ImageStream:
     """Stream images of a source by row number; `content` are the hex digests they had when encoded."""
     image_cache = DecodedImageCache(source, rows, content, preprocess, budget)
@@ -111,21 +107,13 @@ class DecodedImageCache:
     """
 
     def __init__(
-        self,
-        source: Source,
-        rows: NDArray[np.int64],
-        content: Sequence[str],
-        preprocess: Any,
-        budget: int,
+        self, source: Source, rows: NDArray[np.int64], content: Sequence[str], preprocess: Any, budget: int
     ) -> None:
         if not isinstance(preprocess, Pixels):
             raise EncoderError("the image tower takes pixels, but the encoder has no preprocessing to pixels")
         side = preprocess.crop or preprocess.size
         if not isinstance(side, tuple):
-            raise EncoderError(
-                "the encoder does not crop images to one size; to train its image tower set "
-                "crop_size in its preprocessor_config.json"
-            )
+            raise EncoderError("images are not cropped to one size; set crop_size in preprocessor_config.json")
         self.size = side
         self._source, self._rows, self._preprocess = source, rows, preprocess
         self._content = [bytes.fromhex(digest) for digest in content]

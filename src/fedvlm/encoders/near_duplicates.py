@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fedvlm.data.partition import Partition
+from fedvlm.data.splits import Ints
 from fedvlm.data.table import Dataset
 from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError
@@ -38,10 +39,8 @@ def near_duplicates(
     dataset: Dataset, partition: Partition, progress: Callable[[int, int], None] | None = None
 ) -> list[NearDuplicate]:
     """Find images of validation and test that are near-duplicates of an earlier split, of any client."""
-    parts = {
-        part: np.concatenate([getattr(client, part) for client in partition.clients.values()])
-        for part in ("train", "validation", "test")
-    }
+    clients, splits = partition.clients.values(), ("train", "validation", "test")
+    parts = {part: np.concatenate([getattr(client, part) for client in clients]) for part in splits}
     rows = np.concatenate(list(parts.values()))
     thumbnails = np.zeros((len(dataset.source), THUMBNAIL_SIDE * THUMBNAIL_SIDE * 3), np.uint8)
     is_readable = np.zeros(len(dataset.source), bool)
@@ -67,9 +66,7 @@ def thumbnail(data: bytes) -> NDArray[np.uint8]:
     return np.asarray(image, np.uint8).reshape(-1)
 
 
-def _nearest(
-    thumbnails: NDArray[np.uint8], later: NDArray[np.int64], earlier: NDArray[np.int64]
-) -> list[tuple[int, int, float]]:
+def _nearest(thumbnails: NDArray[np.uint8], later: Ints, earlier: Ints) -> list[tuple[int, int, float]]:
     if not len(later) or not len(earlier):
         return []
     pairs = []
@@ -80,11 +77,8 @@ def _nearest(
         for first in range(0, len(earlier), IMAGES_PER_BLOCK):
             earlier_pixels = thumbnails[earlier[first : first + IMAGES_PER_BLOCK]].astype(np.float32)
             # float32 rounds sums of 5e7 to a few units: 0.1 of the difference, MAX_DUPLICATE_RMS is 11
-            square = (
-                (later_pixels**2).sum(1)[:, None]
-                + (earlier_pixels**2).sum(1)[None]
-                - 2 * later_pixels @ earlier_pixels.T
-            )
+            norms = (later_pixels**2).sum(1)[:, None] + (earlier_pixels**2).sum(1)[None]
+            square = norms - 2 * later_pixels @ earlier_pixels.T
             nearest = square.argmin(1)
             value = square[np.arange(len(rows)), nearest]
             better = value < best

@@ -22,6 +22,7 @@ from fedvlm.encoders import Vectors
 from fedvlm.encoders.images import CLIP_MEAN, CLIP_STD, Pixels
 from fedvlm.encoders.text import check_length, load_tokenizer
 from fedvlm.errors import EncoderError, suggest_path, unknown_name
+from fedvlm.plugins import require
 
 DEFAULTS: dict[str, Any] = {
     "size": None,  # default: that of the model, if it is fixed
@@ -47,21 +48,14 @@ class Onnx:
         self._image = OnnxModel(image)
         size = self._image.image(settings["size"])
         squash = settings["resize"] == "squash"
-        self.preprocess = Pixels(
-            size=(size, size) if squash else size,
-            crop=None if squash else (size, size),
-            resample=int(Image.Resampling[settings["resample"].upper()]),
-            mean=tuple(settings["mean"]),
-            std=tuple(settings["std"]),
-        )
+        edges, crop = ((size, size), None) if squash else (size, (size, size))
+        resample = int(Image.Resampling[settings["resample"].upper()])
+        colours: dict[str, Any] = {"mean": tuple(settings["mean"]), "std": tuple(settings["std"])}
+        self.preprocess = Pixels(edges, crop, resample, **colours)
         blank = np.zeros((1, 3, size, size), np.float32)
         self.dim: int = self._image.run(blank).shape[1]
-        self.identity = {
-            "kind": "onnx",
-            "weights": self._image.digest,
-            "dtype": "as compiled",
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        self.identity = {"kind": "onnx", "weights": self._image.digest, "dtype": "as compiled"}
+        self.identity["preprocess"] = json.dumps(self.preprocess.identity(), sort_keys=True)
         offers = {"image"}
         self._text: OnnxModel | None = None
         if path.is_dir() and (path / "text.onnx").is_file():
@@ -97,10 +91,7 @@ class OnnxModel:
     """An ONNX file whose first input is the batch, with one output of (batch, dim)."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise EncoderError("onnxruntime is not installed; pip install 'fedvlm[onnx]'") from error
+        onnxruntime = require("onnxruntime", "onnxruntime is not installed", "onnx", EncoderError)
         options = onnxruntime.SessionOptions()
         # processes share the cores, and one thread makes sums reproducible
         options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -118,30 +109,23 @@ class OnnxModel:
         named = [output for output in flat if output in ("image_embeds", "text_embeds")]
         if len(named or flat) != 1:
             listed = ", ".join(f"{output.name} {output.shape}" for output in outputs)
-            raise EncoderError(
-                f"{file} must have one output of (batch, dim), or name it image_embeds or text_embeds; it has {listed}"
-            )
+            wanted = "one output of (batch, dim), or image_embeds or text_embeds"
+            raise EncoderError(f"{file} must have {wanted}; it has {listed}")
         self.output = (named or flat)[0]
 
     def image(self, size: int | None) -> int:
         """Return the edge of the images, from the settings or from the shape of the input."""
         shape = self.inputs[0].shape
         if len(self.inputs) != 1 or len(shape) != 4 or "float" not in self.inputs[0].type:
-            listed = ", ".join(
-                f"{model_input.name} {model_input.type} {model_input.shape}" for model_input in self.inputs
-            )
-            raise EncoderError(
-                f"{self.file} must take one input of (batch, 3, height, width) floats; it takes {listed}"
-            )
+            listed = ", ".join(f"{given.name} {given.type} {given.shape}" for given in self.inputs)
+            raise EncoderError(f"{self.file} must take one input of (batch, 3, height, width) floats; it has {listed}")
         fixed = [edge for edge in shape[2:] if isinstance(edge, int)]
         expected = size or (fixed[0] if fixed else None)
         if expected is None:
             raise EncoderError(f'{self.file} takes any image size; write {{"size": 224}} in the JSON beside it')
         if any(edge != expected for edge in fixed) or shape[1] not in (3, None, str(shape[1])):
-            raise EncoderError(
-                f"{self.file} takes images of {shape[1:]}, not of [3, {expected}, {expected}]; "
-                "correct the size in the JSON beside it"
-            )
+            wanted = [3, expected, expected]
+            raise EncoderError(f"{self.file} takes images of {shape[1:]}, not of {wanted}; correct the size")
         return int(expected)
 
     def run(self, batch: NDArray[Any], dim: int | None = None, mask: NDArray[Any] | None = None) -> NDArray[np.float32]:
@@ -163,20 +147,13 @@ class OnnxModel:
             raise EncoderError(f"{self.file} does not take this batch ({first_line})") from error
         answer = np.concatenate(parts)[: len(batch)]
         if len(answer) != len(batch) or answer.shape[1] != (dim or answer.shape[1]):
-            raise EncoderError(
-                f"{self.file} returns {answer.shape} for a batch of {len(batch)}"
-                + (f"; the image tower returns {dim} numbers" if dim else "")
-            )
+            expected = f"; the image tower returns {dim} numbers" if dim else ""
+            raise EncoderError(f"{self.file} returns {answer.shape} for a batch of {len(batch)}{expected}")
         return np.asarray(answer, np.float32)
 
 
-_TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-}
+_KINDS = {"float": "float32", "float16": "float16", "double": "float64", "int64": "int64", "int32": "int32"}
+_TYPES = {f"tensor({name})": np.dtype(kind) for name, kind in _KINDS.items()}
 
 
 def _settings(file: Path) -> dict[str, Any]:

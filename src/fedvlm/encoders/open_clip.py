@@ -20,7 +20,7 @@ from fedvlm.devices import CPU, Device, run_in_halves, to_device
 from fedvlm.encoders.huggingface import silence_transformers
 from fedvlm.encoders.images import TorchvisionPixels
 from fedvlm.encoders.openai import build_text_tower
-from fedvlm.encoders.text import Tokens, check_length, tokenize_classes, weights_hash
+from fedvlm.encoders.text import Tokens, check_length, tokenize_classes
 from fedvlm.encoders.timm import explain_library_errors, library_name, pool_each_place, resample_of
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError
@@ -48,13 +48,9 @@ class OpenClip(TorchEncoder):
             self.offers |= {"patches"}
         if self._activation() is not None:
             self.offers |= {"text tower"}
-        self.identity = {
-            "kind": f"open_clip {type(self.model.visual).__name__}",
-            "weights": weights_hash(self.model.state_dict()),
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-            "tokenizer": sha256(repr(self._tokens(["a photo of x-ray findings, No. 1"])).encode()).hexdigest(),
-        }
+        tokens = repr(self._tokens(["a photo of x-ray findings, No. 1"]))
+        kind, tokenizer = f"open_clip {type(self.model.visual).__name__}", sha256(tokens.encode()).hexdigest()
+        self.identity = self.describe_weights(kind, self.model.state_dict(), tokenizer=tokenizer)
         self.model.to(self.device)
 
     def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
@@ -104,9 +100,8 @@ class OpenClip(TorchEncoder):
             raise EncoderError(f"{self.name} has no text tower for prompts; use a CLIP model with CLIP's text tower")
         weights = {key.removeprefix("text."): value for key, value in self.model.state_dict().items()}
         heads = self._text_model().transformer.resblocks[0].attn.num_heads
-        tower = build_text_tower(
-            weights, template, tokenize_classes(self._tokens, classes, template), heads, activation
-        )
+        tokens = tokenize_classes(self._tokens, classes, template)
+        tower = build_text_tower(weights, template, tokens, heads, activation)
         return to_device(tower, CPU) if self.half else tower  # engines move it to their device
 
     def _text_model(self) -> Any:
@@ -170,14 +165,9 @@ def pixels_of_open_clip(name: str, config: dict[str, Any]) -> TorchvisionPixels:
     size, mode = config["size"], config.get("resize_mode", "shortest")
     height, width = (size, size) if isinstance(size, int) else size
     if mode not in ("shortest", "squash") or (mode == "shortest" and height != width):
-        raise EncoderError(
-            f"{name} is preprocessed with resize_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce; "
-            'set resize_mode to "shortest" or "squash" in its configuration'
-        )
-    return TorchvisionPixels(
-        size=(height, width) if mode == "squash" else height,
-        crop=(height, width),
-        resample=resample_of(name, config.get("interpolation", "bicubic")),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )
+        how = f"resize_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce"
+        remedy = 'set resize_mode to "shortest" or "squash" in its configuration'
+        raise EncoderError(f"{name} is preprocessed with {how}; {remedy}")
+    resample = resample_of(name, config.get("interpolation", "bicubic"))
+    colours: dict[str, Any] = {"mean": tuple(config["mean"]), "std": tuple(config["std"])}
+    return TorchvisionPixels((height, width) if mode == "squash" else height, (height, width), resample, **colours)

@@ -17,14 +17,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.devices import CPU, Device, to_device
 from fedvlm.encoders.images import Pixels
-from fedvlm.encoders.text import (
-    Tokens,
-    check_length,
-    load_tokenizer,
-    text_tower_inputs,
-    tokenize_classes,
-    weights_hash,
-)
+from fedvlm.encoders.text import Tokens, check_length, load_tokenizer, text_tower_inputs, tokenize_classes
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
@@ -67,13 +60,7 @@ class OpenAI(TorchEncoder):
                 f"{self.name} is not a CLIP model with a ResNet and OpenAI's names of weights "
                 f"({type(error).__name__}: {error}); for a ViT use hf:openai/clip-vit-base-patch16"
             ) from error
-        self.identity = {
-            "kind": "openai resnet",
-            "weights": weights_hash(weights),
-            "activation": ACTIVATION,
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        self.identity = self.describe_weights("openai resnet", weights, activation=ACTIVATION)
         if self._tokenizer is not None:
             words = json.dumps(sorted(self._tokenizer.get_vocab().items()))
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
@@ -135,15 +122,11 @@ def find_weights(name: str, path: Path) -> Path:
         candidates = sorted(path.glob("*.safetensors"))
         if len(candidates) == 1:
             return candidates[0]
-        raise EncoderError(
-            f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict there as one"
-        )
+        raise EncoderError(f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict in one")
     if path.suffix != ".safetensors" or not path.is_file():
         problem = "is not a .safetensors file" if path.is_file() else "is not there"
-        raise EncoderError(
-            f"{name}: {path} {problem}; {suggest_path(path)}a .pt is not read, because it may hold code: save "
-            "its state dict as .safetensors (docs/how-to/data.md)"
-        )
+        remedy = "a .pt is not read, because it may hold code: save its state dict as .safetensors"
+        raise EncoderError(f"{name}: {path} {problem}; {suggest_path(path)}{remedy}")
     return path
 
 
@@ -164,11 +147,6 @@ def _affine(weights: Weights, name: str) -> Affine:
 
 def _layer(weights: Weights, block: str) -> Layer:
     joint = Affine(weights[f"{block}attn.in_proj_weight"], weights[f"{block}attn.in_proj_bias"])
-    return Layer(
-        norm1=_affine(weights, f"{block}ln_1"),
-        qkv=joint,
-        out=_affine(weights, f"{block}attn.out_proj"),
-        norm2=_affine(weights, f"{block}ln_2"),
-        up=_affine(weights, f"{block}mlp.c_fc"),
-        down=_affine(weights, f"{block}mlp.c_proj"),
-    )
+    names = ("ln_1", "attn.out_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    first, *rest = (_affine(weights, f"{block}{name}") for name in names)
+    return Layer(first, joint, *rest)

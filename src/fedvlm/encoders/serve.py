@@ -22,6 +22,7 @@ import numpy as np
 from fedvlm.encoders import Encoder, Vectors, fingerprint
 from fedvlm.encoders.http import REMOTE_OFFERS, encode_array, read_token
 from fedvlm.errors import DataError, EncoderError, SettingsError
+from fedvlm.plugins import require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -81,11 +82,8 @@ class Service:
             raise RequestRefused(422, "this encoder has no patch embeddings")
         vectors = self.embed_images(images, patches)
         spread = None if vectors.patches is None else encode_array(vectors.patches)
-        return {
-            "fingerprint": self.fingerprint,
-            "pooled": encode_array(np.asarray(vectors.pooled, np.float32)),
-            "patches": spread,
-        }
+        pooled = encode_array(np.asarray(vectors.pooled, np.float32))
+        return {"fingerprint": self.fingerprint, "pooled": pooled, "patches": spread}
 
     def embed_images(self, images: Sequence[str], patches: bool) -> Vectors:
         """Embed images in base64."""
@@ -168,19 +166,12 @@ class Gateway:
 
 def new_application(title: str, **options: Any) -> "FastAPI":
     """Return an empty FastAPI application."""
-    try:
-        from fastapi import FastAPI
-    except ImportError as error:
-        raise EncoderError("fastapi is not installed; pip install 'fedvlm[serve]'") from error
-    return FastAPI(title=title, **options)
+    module = require("fastapi", "fastapi is not installed", "serve", EncoderError)
+    application: FastAPI = module.FastAPI(title=title, **options)
+    return application
 
 
-def create_app(
-    encoder: Encoder,
-    token: str | None,
-    max_bytes: int = MAX_BYTES,
-    max_batch: int = MAX_BATCH,
-) -> Any:
+def create_app(encoder: Encoder, token: str | None, max_bytes: int = MAX_BYTES, max_batch: int = MAX_BATCH) -> Any:
     """Create the ASGI application; with a token, every request must send it."""
     server = new_application("fedvlm encoder", openapi_url=None)
     from fastapi import Request

@@ -78,9 +78,7 @@ class Store:
         self.identity = {"kind": "store", "rows": self.embedded.fingerprint}
 
     def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
-        raise EncoderError(
-            f"{self.name} holds embeddings and no weights; use it without a data set, or name an encoder for images"
-        )
+        raise EncoderError(f"{self.name} holds embeddings and no weights; name an encoder for images")
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         raise EncoderError(f"{self.name} has no text tower; use its own text embeddings")
@@ -206,10 +204,8 @@ def _read_npz(file: Path, digest: str) -> tuple[Columns, str]:
     free = free_memory()
     if size > max_bytes or (free is not None and size > free):
         limit = f"{max_bytes:,} for a file of its size" if size > max_bytes else f"{free:,} of free memory"
-        raise DataError(
-            f"{file} would unpack to {size:,} bytes, more than {limit}; save it uncompressed, as "
-            ".safetensors, or in parts"
-        )
+        remedy = "save it uncompressed, as .safetensors, or in parts"
+        raise DataError(f"{file} would unpack to {size:,} bytes, more than {limit}; {remedy}")
     if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
         raise DataError(f"{file} is not compressed as numpy does; write it with numpy.savez")
     with np.load(file, allow_pickle=False) as arrays:
@@ -264,11 +260,8 @@ def _read_parquet(file: Path, digest: str) -> tuple[Columns, str]:
     except (ValueError, TypeError) as error:
         raise DataError(f"{file} has an embedding that is not numeric ({error})") from error
     numbers_at = {embedding} if isinstance(embedding, int) else set(embedding)
-    cells = {
-        _column_name(title): ["" if cell is None else str(cell).strip() for cell in column]
-        for i, (title, column) in enumerate(columns.items())
-        if i not in numbers_at and _is_text(title)
-    }
+    texts = [pair for i, pair in enumerate(columns.items()) if i not in numbers_at and _is_text(pair[0])]
+    cells = {_column_name(key): ["" if cell is None else str(cell).strip() for cell in column] for key, column in texts}
     return _table_columns(file, rows, cells), digest
 
 
@@ -302,10 +295,8 @@ def _embedding_columns(file: Path, titles: Sequence[str]) -> int | list[int]:
             numbered.setdefault(parts[1], {})[int(parts[2])] = i
     largest = max(numbered.values(), key=len, default={})
     if len(largest) < 2 or max(largest) - min(largest) + 1 != len(largest):
-        raise DataError(
-            f"{file} has no embedding among its columns {join_names(list(titles))}; call a column of "
-            "lists embedding, or number columns without a gap, as e0, e1, e2"
-        )
+        problem = f"{file} has no embedding among its columns {join_names(list(titles))}"
+        raise DataError(f"{problem}; call a column of lists embedding, or number columns without a gap, as e0, e1, e2")
     return [largest[number] for number in sorted(largest)]
 
 
@@ -350,11 +341,9 @@ def _join_splits(file: Path, columns: Columns) -> Columns:
         if len(x) != len(y) or x.shape[1:] != pairs[0][0].shape[1:]:
             raise DataError(f"{file}: {split}_x is {x.shape} and {split}_y is {y.shape}")
     rest = {key: value for key, value in columns.items() if key not in SPLIT_KEYS}
-    return rest | {
-        "x": np.concatenate([x for x, _ in pairs]),
-        "y": np.concatenate([y for _, y in pairs]),
-        "splits": np.repeat([SPLIT_ALIASES[split] for split in splits], [len(x) for x, _ in pairs]),
-    }
+    x, y = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    splits_of_rows = np.repeat([SPLIT_ALIASES[split] for split in splits], [len(x) for x, _ in pairs])
+    return rest | {"x": x, "y": y, "splits": splits_of_rows}
 
 
 def _read_labels(file: Path, columns: Columns) -> tuple[tuple[str, ...], NDArray[np.int64], Findings | None]:
@@ -414,19 +403,16 @@ def _normalise_rows(file: Path, key: str, values: Tensor, names: Sequence[Any] |
     if bad.any():
         row = int(bad.nonzero()[0])
         name = f" ({names[row]})" if names is not None else ""
-        raise DataError(
-            f"{file}: row {row}{name} of {key} {describe_bad_row(values[row])}, one of {int(bad.sum())} such rows; "
-            "drop or recompute them"
-        )
+        problem = f"{describe_bad_row(values[row])}, one of {int(bad.sum())} such rows"
+        raise DataError(f"{file}: row {row}{name} of {key} {problem}; drop or recompute them")
     # rows of unit norm stay as they are, memory-mapped and to the bit
     is_unit = bool((norms - 1).abs().max() < 1e-6)
     if is_unit and values.dtype == torch.float32:
         return values
     parts = (part.to(torch.float32) for _, part in iterate_chunks(values))
     rows, dim = values.shape
-    return concatenate_rows(
-        cache_directory(), (rows, dim), parts if is_unit else (normalize(part, dim=1) for part in parts)
-    )
+    units = parts if is_unit else (normalize(part, dim=1) for part in parts)
+    return concatenate_rows(cache_directory(), (rows, dim), units)
 
 
 def _row_digests(x: Tensor) -> Digests:
@@ -460,10 +446,8 @@ def _read_text(file: Path, columns: Columns, names: tuple[str, ...], dim: int) -
     text = torch.as_tensor(columns["text"])
     owners = [str(name) for name in columns.get("text_classes", names)]
     if text.ndim != 2 or text.shape != (len(owners), dim):
-        raise DataError(
-            f"{file}: text is {tuple(text.shape)}; {len(owners)} classes and embeddings of {dim} "
-            f"need ({len(owners)}, {dim}); name fewer in text_classes"
-        )
+        needed = f"{len(owners)} classes and embeddings of {dim} need ({len(owners)}, {dim})"
+        raise DataError(f"{file}: text is {tuple(text.shape)}; {needed}; name fewer in text_classes")
     return dict(zip(owners, _normalise_rows(file, "text", text), strict=True))
 
 
@@ -484,6 +468,5 @@ def _select_classes(
     place[[table.classes.index(name) for name in names]] = np.arange(len(names))
     rows = np.flatnonzero((table.labels < 0) | (relabel(table.labels, place) >= 0))
     digest = sha256("\x1f".join([table.fingerprint, *names]).encode()).hexdigest()
-    return table.select(
-        rows, classes=names, labels=relabel(table.labels[rows], place), text=vectors, fingerprint=digest
-    )
+    labels = relabel(table.labels[rows], place)
+    return table.select(rows, classes=names, labels=labels, text=vectors, fingerprint=digest)

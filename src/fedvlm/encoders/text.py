@@ -93,10 +93,8 @@ def embed_sentences(encoder: Encoder, table: RowFile, texts: Sequence[str]) -> T
         vectors = encoder.embed_text([text[digest] for digest in some]).detach().float().cpu()
         sound = vectors.ndim == 2 and bool(vectors.isfinite().all() and vectors.any(1).all())
         if vectors.shape != (len(some), encoder.dim) or not sound:
-            raise EncoderError(
-                f"{encoder.name} returned shape {tuple(vectors.shape)} for {len(some)} sentences, or NaN, "
-                f"infinite or zero vectors; it must return {encoder.dim} numbers for each"
-            )
+            problem = f"shape {tuple(vectors.shape)} for {len(some)} sentences, or NaN, infinite or zero vectors"
+            raise EncoderError(f"{encoder.name} returned {problem}; it must return {encoder.dim} numbers for each")
         table.append(some, vectors.numpy())
     return normalize(torch.from_numpy(table.read(digests)), dim=-1)
 
@@ -106,17 +104,11 @@ def add_descriptions(rows: EmbeddedTable, encoder: Encoder, common_file: str, cl
     if not common_file and not client_file:
         return rows
     if "text" not in encoder.offers:
-        raise SettingsError(
-            f"{encoder.name} cannot embed descriptions, because it has no text tower; leave them out, or use an "
-            "encoder with text"
-        )
+        raise SettingsError(f"{encoder.name} cannot embed descriptions, because it has no text tower; leave them out")
     common_sentences = read_common_descriptions(common_file, rows) if common_file else None
     brought = read_client_descriptions(client_file, rows.classes) if client_file else {}
     content = json.dumps([rows.fingerprint, common_sentences, brought], sort_keys=True)
-    widest = max(
-        (len(class_sentences) for client_sentences in brought.values() for class_sentences in client_sentences),
-        default=0,
-    )
+    widest = max((len(sentences) for by_class in brought.values() for sentences in by_class), default=0)
     with lock_entry(cache_directory(), fingerprint(encoder), encoder.name) as (entry, _):
         table = entry.ensure_table("text.float32", "float32", (encoder.dim,))
 
@@ -124,10 +116,7 @@ def add_descriptions(rows: EmbeddedTable, encoder: Encoder, common_file: str, cl
             flat = [sentence for class_sentences in sentences_by_class for sentence in class_sentences]
             out = torch.zeros(len(sentences_by_class), width, encoder.dim)
             if flat:
-                parts = torch.split(
-                    embed_sentences(encoder, table, flat),
-                    [len(class_sentences) for class_sentences in sentences_by_class],
-                )
+                parts = torch.split(embed_sentences(encoder, table, flat), [*map(len, sentences_by_class)])
                 for place, part in zip(out, parts, strict=True):
                     place[: len(part)] = part
             return out

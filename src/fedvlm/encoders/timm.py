@@ -4,7 +4,6 @@
 model.safetensors. A patch embedding is what the model's pooling returns for that place alone.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import floor
@@ -18,7 +17,6 @@ from torch import Tensor
 from fedvlm.devices import Device
 from fedvlm.encoders.huggingface import DEFAULT_LOGIT_SCALE
 from fedvlm.encoders.images import TorchvisionPixels
-from fedvlm.encoders.text import weights_hash
 from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 
@@ -37,12 +35,8 @@ class Timm(TorchEncoder):
         self.model.eval().requires_grad_(False)
         self.scale = DEFAULT_LOGIT_SCALE
         self.offers = frozenset({"image", "patches"})
-        self.identity = {
-            "kind": f"timm {self.model.pretrained_cfg.get('architecture')}",
-            "weights": weights_hash(self.model.state_dict()),
-            "dtype": self.dtype,
-            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
-        }
+        kind = f"timm {self.model.pretrained_cfg.get('architecture')}"
+        self.identity = self.describe_weights(kind, self.model.state_dict())
         self.model.to(self.device)
         with torch.inference_mode(), self.halved():
             blank = torch.zeros(1, 3, *self._side(), device=self.device)
@@ -78,17 +72,12 @@ def pixels_of_timm(name: str, config: dict[str, Any]) -> TorchvisionPixels:
     resized = floor(height / config["crop_pct"]), floor(width / config["crop_pct"])
     mode = config.get("crop_mode") or "center"
     if mode not in ("center", "squash") or (mode == "center" and resized[0] != resized[1]):
-        raise EncoderError(
-            f"{name} is preprocessed with crop_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce; "
-            'set crop_mode to "center" or "squash" in its config.json'
-        )
-    return TorchvisionPixels(
-        size=resized if mode == "squash" else resized[0],
-        crop=(height, width),
-        resample=resample_of(name, config["interpolation"]),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )
+        how = f"crop_mode {mode!r} to {height} x {width}, which fedvlm cannot reproduce"
+        remedy = 'set crop_mode to "center" or "squash" in its config.json'
+        raise EncoderError(f"{name} is preprocessed with {how}; {remedy}")
+    resample = resample_of(name, config["interpolation"])
+    colours: dict[str, Any] = {"mean": tuple(config["mean"]), "std": tuple(config["std"])}
+    return TorchvisionPixels(resized if mode == "squash" else resized[0], (height, width), resample, **colours)
 
 
 def resample_of(name: str, interpolation: str) -> int:
@@ -96,9 +85,7 @@ def resample_of(name: str, interpolation: str) -> int:
     try:
         return int(Image.Resampling[interpolation.upper()])
     except KeyError:
-        raise EncoderError(
-            f"{name} resizes by {interpolation!r}; supported are bilinear, bicubic, nearest, lanczos"
-        ) from None
+        raise EncoderError(f"{name} resizes by {interpolation!r}; use bilinear, bicubic, nearest or lanczos") from None
 
 
 def library_name(name: str, source: str) -> str:
@@ -119,12 +106,9 @@ def explain_library_errors(name: str, package: str, needed: str) -> Iterator[Non
     except EncoderError:
         raise
     except ImportError as error:
-        raise EncoderError(
-            f"{name} needs {package} and a torchvision that fits torch ({error}); pip install 'fedvlm[{package}]'"
-        ) from error
+        needs = f"{package} and a torchvision that fits torch"
+        raise EncoderError(f"{name} needs {needs} ({error}); pip install 'fedvlm[{package}]'") from error
     except Exception as error:  # these libraries raise nearly every kind on files, names and the Hub
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise EncoderError(
-            f"{name} cannot be opened ({first[:300]}); check the name and the network, or give a directory "
-            f"that holds {needed}"
-        ) from error
+        remedy = f"check the name and the network, or give a directory that holds {needed}"
+        raise EncoderError(f"{name} cannot be opened ({first[:300]}); {remedy}") from error

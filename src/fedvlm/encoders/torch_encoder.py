@@ -1,7 +1,8 @@
 """Base of encoders that compute with torch: on the CPU in float32, or on a GPU in float16."""
 
+import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from fedvlm.devices import Device, choose_device, free_device_memory, is_out_of_memory, run_in_halves, set_deterministic
 from fedvlm.encoders import BATCH, Vectors
+from fedvlm.encoders.images import Pixels
+from fedvlm.encoders.text import weights_hash
 from fedvlm.errors import EncoderError
 
 MAX_GPU_BATCH = 256  # images; a kill loses at most one batch
@@ -28,6 +31,7 @@ class TorchEncoder:
     """Batches, precision and memory of an encoder that implements `_vectors`."""
 
     name: str
+    preprocess: Pixels
 
     def __init__(self, device: Device) -> None:
         self.device = choose_device(device)
@@ -38,6 +42,11 @@ class TorchEncoder:
     @property
     def dtype(self) -> str:
         return "float16" if self.half else "float32"
+
+    def describe_weights(self, kind: str, weights: Mapping[str, Any], **more: str) -> dict[str, str]:
+        """Return the identity of an encoder with these weights."""
+        preprocess = json.dumps(self.preprocess.identity(), sort_keys=True)
+        return {"kind": kind, "weights": weights_hash(weights), "dtype": self.dtype, "preprocess": preprocess, **more}
 
     def halved(self) -> "torch.autocast | OneDnnLinear":
         """Return the context that the model computes in."""

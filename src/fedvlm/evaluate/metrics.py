@@ -31,7 +31,7 @@ THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the dec
 MAX_TABLE_THRESHOLD = 0.5  # tables have the mean net benefit over thresholds up to this one
 SCORE_EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the histograms of scores
 RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for quantity in ("rows", "hits")} | {
-    *("loss", "reliability", "decision", "hits", "own_class_hits", "confusion", "recall", "scores"),
+    *("loss", "reliability", "decision", "hits", "own_class_hits", "confusion", "recall", "scores")
 }
 # Columns of tables that are no metrics.
 RESERVED_NAMES |= {"condition_number", "condition_number-per-target", "kappa", "cosine", "dof", "trained", "A[j][i]"}
@@ -55,10 +55,8 @@ def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
         except Exception as error:
             if name in METRICS:
                 raise
-            raise SettingsError(
-                f"the metric {name!r} of an outside package fails ({type(error).__name__}: "
-                f"{error}); repair or uninstall it"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise SettingsError(f"the metric {name!r} of an outside package fails ({reason}); uninstall it") from error
         if isfinite(number):
             out[name] = number
     return out
@@ -89,9 +87,8 @@ def prediction_details(p: Tensor, y: Tensor) -> dict[str, Any]:
     recalls = (confusion.diagonal() / rows.clamp(min=1)).tolist()
     is_true_class = torch.nn.functional.one_hot(y, p.shape[1]).bool()
     place = torch.bucketize(p.double(), torch.tensor(SCORE_EDGES, dtype=torch.float64))
-    histograms = [
-        torch.bincount(place[part], minlength=len(SCORE_EDGES) + 1) for part in (is_true_class, ~is_true_class)
-    ]
+    counts, parts = len(SCORE_EDGES) + 1, (is_true_class, ~is_true_class)
+    histograms = [torch.bincount(place[part], minlength=counts) for part in parts]
     return {
         "hits": np.packbits((p.argmax(1) == y).numpy()).tobytes().hex(),
         "confusion": cells,
@@ -200,11 +197,11 @@ def calibration_error(p: Tensor, y: Tensor) -> float:
     return reliability(p, y).error
 
 
-def reliability(p: Tensor, y: Tensor, bins: int = CALIBRATION_BINS) -> Reliability:
+def reliability(p: Tensor, y: Tensor) -> Reliability:
     """Compute the reliability diagram; a bin includes its upper edge: (0, 1/15], (1/15, 2/15], ..."""
     import torch
 
-    confidence, guess = p.double().max(1)
+    bins, (confidence, guess) = CALIBRATION_BINS, p.double().max(1)
     place = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
 
     def total(values: Tensor) -> Tensor:
@@ -234,14 +231,8 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     return (right - (called - right) * exact / (1 - exact)) / max(p.numel(), 1)
 
 
-ALL: dict[str, Metric] = {
-    "accuracy": accuracy,
-    "balanced": balanced_accuracy,
-    "F1": macro_f1,
-    "AUC": auc,
-    "ECE": calibration_error,
-    "net benefit": mean_net_benefit,
-}
+ALL: dict[str, Metric] = {"accuracy": accuracy, "balanced": balanced_accuracy, "F1": macro_f1, "AUC": auc}
+ALL |= {"ECE": calibration_error, "net benefit": mean_net_benefit}
 METRICS = tuple(ALL)  # the columns of tables, and all that a site may report about its samples
 
 
@@ -271,11 +262,8 @@ def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
 
 def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
     """Average the accuracy over clients; None where no client has samples."""
-    parts = [
-        scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]
-        for id in sorted(ids)
-        if id in scores and scores[id][f"{split}_rows"]
-    ]
+    hits, rows = f"{split}_hits", f"{split}_rows"
+    parts = [scores[id][hits] / scores[id][rows] for id in sorted(ids) if id in scores and scores[id][rows]]
     return fmean(parts) if parts else None
 
 

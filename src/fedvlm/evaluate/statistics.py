@@ -76,10 +76,8 @@ def paired_bootstrap(
 
     With one seed the variance between seeds is unknown: the interval covers the samples only and is too narrow.
     """
-    gaps = [
-        [candidate_seed[id] - baseline_seed[id] for id in sorted(candidate_seed)]
-        for candidate_seed, baseline_seed in zip(candidate, baseline, strict=True)
-    ]
+    pairs = list(zip(candidate, baseline, strict=True))
+    gaps = [[of_seed[id] - base[id] for id in sorted(of_seed)] for of_seed, base in pairs]
     mean = fmean(sum(gap.mean() for gap in of_seed) for of_seed in gaps)
     draw = seeds.numbers("bootstrap", draws)
     places = draw.integers(len(gaps), size=(draws, len(gaps)))

@@ -167,14 +167,8 @@ def calibrate_findings(val_logits: Tensor, val_y: Tensor, logits: Tensor, y: Ten
     fits = []
     for finding in range(y.shape[1]):
         known, val_known = y[:, finding] >= 0, val_y[:, finding] >= 0
-        fits.append(
-            calibrate(
-                binary_logits(val_logits[val_known, finding]),
-                val_y[val_known, finding],
-                binary_logits(logits[known, finding]),
-                y[known, finding],
-            )
-        )
+        val_binary, binary = binary_logits(val_logits[val_known, finding]), binary_logits(logits[known, finding])
+        fits.append(calibrate(val_binary, val_y[val_known, finding], binary, y[known, finding]))
     return Calibration(0.0, min(fit.rows for fit in fits), y.new_zeros(0).double(), y.new_zeros(0), tuple(fits))
 
 

@@ -20,7 +20,7 @@ class GradientAgreement:
         self.totals = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in start]
 
     def add(self, end: Sequence[Tensor]) -> None:
-        moves = [_move(tensor, first) for tensor, first in zip(end, self.start, strict=True)]
+        moves = [(tensor - first).double() for tensor, first in zip(end, self.start, strict=True)]
         length = sum(tensor.square().sum().item() for tensor in moves) ** 0.5
         self.clients += 1
         if length > 0:
@@ -34,10 +34,6 @@ class GradientAgreement:
         return (square - self.moved) / pairs if pairs else float("nan")
 
 
-def _move(end: Tensor, start: Tensor) -> Tensor:
-    return (end - start).double()
-
-
 def largest_gradient_difference(start: Tensor, ends: Sequence[Tensor], steps: Sequence[int], rate: float) -> float:
     """Return the largest distance between the head gradients of two clients (Frobenius norm; nan below two).
 
@@ -46,9 +42,8 @@ def largest_gradient_difference(start: Tensor, ends: Sequence[Tensor], steps: Se
     """
     if len(ends) < 2:
         return float("nan")
-    gradients = torch.stack(
-        [(start - end).flatten() / (rate * max(count, 1)) for end, count in zip(ends, steps, strict=True)]
-    )
+    pairs = zip(ends, steps, strict=True)
+    gradients = torch.stack([(start - end).flatten() / (rate * max(count, 1)) for end, count in pairs])
     return torch.cdist(gradients, gradients).max().item()
 
 

@@ -15,12 +15,7 @@ from torch.func import vjp
 
 
 def sample_fisher(
-    features: Callable[[Tensor], Tensor],
-    context: Tensor,
-    x: Tensor,
-    real: Tensor,
-    scale: float,
-    signs: Tensor,
+    features: Callable[[Tensor], Tensor], context: Tensor, x: Tensor, real: Tensor, scale: float, signs: Tensor
 ) -> Tensor:
     """Return one sample, shaped like `context`, for logits scale * x @ features(context).mT.
 

@@ -258,12 +258,8 @@ def leave_one_out_from_products(
     logits = dots + (gain * row_product)[:, None] * cross - (norms + gain[:, None] * cross.square()) / 2
     stretch = 1 + gain * size
     label_logits = logits.gather(1, label[:, None])[:, 0]
-    label_logits = (
-        label_logits
-        - mean_shift * stretch * row_product
-        + mean_shift * stretch * label_cross
-        - mean_shift.square() * stretch * size / 2
-    )
+    label_logits = label_logits - mean_shift * stretch * row_product + mean_shift * stretch * label_cross
+    label_logits = label_logits - mean_shift.square() * stretch * size / 2
     dof_ratio = ((scale - weight) / scale)[:, None]
     is_label = class_membership(label, len(counts)) > 0
     logits = dof_ratio * torch.where(is_label, label_logits[:, None], logits)
@@ -429,11 +425,8 @@ def released_class_sums(
 
 def pack_statistics(counts: Tensor, sums: Tensor, second: Tensor, max_samples: int) -> Tensors:
     """Return an upload of whole numbers, which add up exactly, of at most `max_samples` per client."""
-    return {
-        "counts": counts.to(torch.int32),
-        "sums": to_fixed_point(sums, max_samples),
-        "moments": to_fixed_point(second, max_samples),
-    }
+    whole = {"sums": to_fixed_point(sums, max_samples), "moments": to_fixed_point(second, max_samples)}
+    return {"counts": counts.to(torch.int32), **whole}
 
 
 def add_uploads(uploads: Sequence[Tensors], keys: Collection[str]) -> Tensors:
@@ -452,23 +445,16 @@ def class_means(upload: Tensors, max_samples: int) -> Tensor:
 
 def empty_prior(classes: int, dim: int) -> Tensors:
     """Return the prior and its discriminant before any upload: all zero."""
-    return {
-        "counts": torch.zeros(classes),
-        "means": torch.zeros(classes, dim),
-        "scatter": torch.zeros(dim * (dim + 1) // 2),
-        "weight": torch.zeros(classes, dim),
-        "bias": torch.zeros(classes),
-    }
+    rule = {"weight": torch.zeros(classes, dim), "bias": torch.zeros(classes)}
+    prior = {"counts": torch.zeros(classes), "means": torch.zeros(classes, dim)}
+    return {**prior, "scatter": torch.zeros(dim * (dim + 1) // 2), **rule}
 
 
 def pooled_prior(total: Tensors, max_samples: int, shrinkage: float) -> Tensors:
     """Return the posterior of all samples under an uninformative prior, and its discriminant."""
-    pooled = moments_from_sums(
-        total["counts"].double(),
-        from_fixed_point(total["sums"], max_samples),
-        unpack(from_fixed_point(total["moments"], max_samples), total["sums"].shape[1]),
-        fixed_point_step(max_samples),
-    )
+    sums, triangle = (from_fixed_point(total[key], max_samples) for key in ("sums", "moments"))
+    second, step = unpack(triangle, sums.shape[1]), fixed_point_step(max_samples)
+    pooled = moments_from_sums(total["counts"].double(), sums, second, step)
     rule = fit_discriminant(pooled, ridge(pooled, shrinkage))
     moments = {"counts": pooled.counts, "means": pooled.means, "scatter": pack(pooled.scatter)}
     return {key: value.float() for key, value in {**moments, "weight": rule.weight, "bias": rule.bias}.items()}

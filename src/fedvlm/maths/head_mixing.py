@@ -142,13 +142,14 @@ def local_head(shared: Head, start_head: Head, client: Labelled, prior: MixPrior
     log10_penalties = client.x.new_tensor(LOG10_PENALTIES[:: 1 if n_steps == MAX_STEPS else 2])
     ridges = 10**log10_penalties / (client.y >= 0).sum().clamp(min=1)
     all_classes = torch.ones(len(shared.bias), dtype=torch.bool, device=client.y.device)
-    paths = [
-        logistic_regression.fit_ridge_path(
-            client.x, client.y, ridges, anchor, all_classes, min(n_steps, prior.steps), bias_ridge=ridges[:, None]
-        ).heads.joined()
-        for anchor in (shared, start_head)
-    ]
-    heads = torch.cat(paths)
+    anchors = Head(
+        *(torch.stack(pair).repeat_interleave(len(ridges), 0) for pair in zip(shared, start_head, strict=True))
+    )
+    both = ridges.repeat(2)
+    path = logistic_regression.fit_ridge_path(
+        client.x, client.y, both, anchors, all_classes, min(n_steps, prior.steps), bias_ridge=both[:, None]
+    )
+    heads = path.heads.joined()
     logits = split_head(heads).logits(client.val_x)
     scales = torch.stack([fit_log_scale(part, client.val_y, prior.temperature_std) for part in logits]).exp()
     log_prior = (-((log10_penalties - prior.log10_penalty) / prior.log10_penalty_std).square() / 2).log_softmax(0)

@@ -15,14 +15,8 @@ from fedvlm.errors import EncoderError, SettingsError, unknown_name
 
 NON_IMAGE_PREFIXES = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not used for images
 # The matrices of a block by function, and their names in the models.
-TARGETS = {
-    "q": ("q_proj",),
-    "k": ("k_proj",),
-    "v": ("v_proj",),
-    "out": ("out_proj", "o_proj"),
-    "up": ("fc1", "weights_in"),
-    "down": ("fc2", "weights_out"),
-}
+TARGETS: dict[str, tuple[str, ...]] = {"q": ("q_proj",), "k": ("k_proj",), "v": ("v_proj",)}
+TARGETS |= {"out": ("out_proj", "o_proj"), "up": ("fc1", "weights_in"), "down": ("fc2", "weights_out")}
 
 
 class ImageTower:
@@ -36,11 +30,8 @@ class ImageTower:
         self._call = _Call(model, pool, layers)
         self._block_prefix = f"model.{name}."  # of the keys of transformer blocks
         self.blocks = len(layers)
-        self.weights: Tensors = {
-            key: value.detach()
-            for key, value in self._call.named_parameters()
-            if not key.startswith(NON_IMAGE_PREFIXES)
-        }
+        parameters = dict(self._call.named_parameters())
+        self.weights: Tensors = {k: v.detach() for k, v in parameters.items() if not k.startswith(NON_IMAGE_PREFIXES)}
         self._device_tensors: Tensors = {}  # weights and buffers on another device than the model's
         self.width: int = self.weights[self.matrices(["q"])[0]].shape[1]  # of a token
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fedvlm.tensors import remember_latest
 
@@ -74,6 +75,8 @@ def fit_ridge_path(
 ) -> RidgePath:
     """Fit a head per ridge over the classes that are open; the others keep the anchor's row. y = -1 is padding.
 
+    The anchor may be one for each ridge.
+
     W - W_anchor lies in the span of the samples, so it is fitted in their singular basis, in which the metric
     curvature · S² / n + ridge is diagonal for every ridge at once. The fit has the precision of `ridges`.
     """
@@ -87,6 +90,8 @@ def fit_ridge_path(
         has_converged = (current_gradient.abs().amax((1, 2)) < GRADIENT_TOLERANCE)[:, None, None]
         step = torch.where(has_converged, 0.0, step)
         position, logits = position + step, logits + torch.where(has_converged, 0.0, logit_step)
+        if not is_functorch_wrapped_tensor(has_converged) and bool(has_converged.all()):
+            break  # further steps would be zero
         next_gradient = regression.gradient(logits, position)
         past = [*past, (step, next_gradient - current_gradient)][-LBFGS_MEMORY:]
         current_gradient = next_gradient
@@ -102,14 +107,11 @@ def fit_converged_path(
     for _ in range(NEWTON_STEPS):
         direction = regression.newton_direction(logits, position)
         step, logit_step = regression.search(logits, position, direction, 2 * LINE_SEARCH_STEPS)
-        before, after = (
-            regression.objective(*at) for at in ((logits, position), (logits + logit_step, position + step))
-        )
+        points = ((logits, position), (logits + logit_step, position + step))
+        before, after = (regression.objective(*point) for point in points)
         is_better = (after <= before)[:, None, None]
-        position, logits = (
-            position + torch.where(is_better, step, 0.0),
-            logits + torch.where(is_better, logit_step, 0.0),
-        )
+        position = position + torch.where(is_better, step, 0.0)
+        logits = logits + torch.where(is_better, logit_step, 0.0)
     return regression.path(position, regression.gradient(logits, position))
 
 
@@ -149,15 +151,12 @@ class _Regression(NamedTuple):
         change = multiply_all(self.rows, self.scale * direction)
         ridge_curvature = (self.ridge_weights * direction * direction).sum((1, 2))
         ridge_gradient = (self.ridge_weights * direction * position).sum((1, 2))
-        true_change = (self.truth * change).sum(-1)
         length = torch.ones_like(ridge_curvature)
         low, high = torch.zeros_like(ridge_curvature), torch.full_like(ridge_curvature, torch.inf)
+        derivatives = self.derivatives(logits, change)
         for _ in range(steps):
-            p = (logits + length[:, None, None] * change).softmax(-1)
-            mean = (p * change).sum(-1)
-            first = ((mean - true_change) * self.sample_weights).sum(-1) + ridge_gradient + length * ridge_curvature
-            spread = (p * change.square()).sum(-1) - mean.square()
-            second = (spread * self.sample_weights).sum(-1) + ridge_curvature
+            loss_first, loss_second = derivatives(length)
+            first, second = loss_first + ridge_gradient + length * ridge_curvature, loss_second + ridge_curvature
             low, high = torch.where(first < 0, length, low), torch.where(first < 0, high, length)
             middle = torch.where(high.isinf(), 4 * length, (low + high) / 2)
             newton_length = length - first / second.clamp(min=1e-30)
@@ -167,11 +166,33 @@ class _Regression(NamedTuple):
         length = length[:, None, None]
         return length * direction, length * change
 
+    def derivatives(self, logits: Tensor, change: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return what gives the first two derivatives of the loss at (ridges,) fractions of a change of the logits."""
+        if logits.shape[-1] == 2:  # only the difference of the two matters
+            margin, margin_change = logits[..., 1] - logits[..., 0], change[..., 1] - change[..., 0]
+            weighted, truth = margin_change * self.sample_weights, self.truth[:, 1]
+
+            def binary(length: Tensor) -> tuple[Tensor, Tensor]:
+                p = torch.sigmoid(margin + length[:, None] * margin_change)
+                return ((p - truth) * weighted).sum(-1), (p * (1 - p) * weighted * margin_change).sum(-1)
+
+            return binary
+        true_change = (self.truth * change).sum(-1)
+
+        def several(length: Tensor) -> tuple[Tensor, Tensor]:
+            p = (logits + length[:, None, None] * change).softmax(-1)
+            mean = (p * change).sum(-1)
+            spread = (p * change.square()).sum(-1) - mean.square()
+            return ((mean - true_change) * self.sample_weights).sum(-1), (spread * self.sample_weights).sum(-1)
+
+        return several
+
     def newton_direction(self, logits: Tensor, position: Tensor) -> Tensor:
         """Return the Newton direction by conjugate gradients, with the diagonal of the Hessian as the metric."""
         p = logits.softmax(-1)
         weighted = p * self.sample_weights[:, None]
-        diagonal = self.scale.square() * multiply_all(self.rows.square().mT, weighted * (1 - p)) + self.ridge_weights
+        diagonal = multiply_all(self.rows.square().mT, weighted * (1 - p)).abs()
+        diagonal = self.scale.square() * diagonal + self.ridge_weights
 
         def multiply_hessian(v: Tensor) -> Tensor:
             change = multiply_all(self.rows, self.scale * v)
@@ -182,7 +203,7 @@ class _Regression(NamedTuple):
 
     def path(self, position: Tensor, gradient: Tensor) -> RidgePath:
         change = self.scale * position
-        weight = self.anchor.weight + (self.right.mT @ change[:, :-1]).mT
+        weight = self.anchor.weight + (self.right.mT @ change[:, :-1]).mT  # of the anchor or of each ridge's
         return RidgePath(Head(weight, self.anchor.bias + change[:, -1]), gradient.abs().amax((1, 2)))
 
 
@@ -240,7 +261,13 @@ def conjugate_gradients(multiply: Callable[[Tensor], Tensor], target: Tensor, di
 
 
 def multiply_all(matrix: Tensor, matrices: Tensor) -> Tensor:
-    """Return the matrix times each of the matrices, as one product, because narrow products are slow."""
+    """Return the matrix times each of the matrices, as one product, because narrow products are slow.
+
+    Of two classes the second column is computed: here the first is always its negative, as probabilities add up to 1.
+    """
+    if matrices.shape[-1] == 2:
+        column = multiply_all(matrix, matrices[..., 1:])
+        return torch.cat([-column, column], dim=-1)
     wide = matrix @ matrices.transpose(0, 1).flatten(1)
     return wide.reshape(len(matrix), len(matrices), -1).transpose(0, 1)
 

@@ -56,10 +56,8 @@ def batch_norm(x: Tensor, real: Tensor, weight: Tensor, bias: Tensor, running: S
     out = centred * (torch.rsqrt(variance + BATCH_NORM_EPSILON) * weight) + bias
     unbiased = variance.detach() * (n_real / (count - 1).clamp(min=1))
     # With a single sample both ends of the interpolation are equal.
-    new = Statistics(
-        torch.lerp(running.mean, mean.detach(), BATCH_NORM_MOMENTUM),
-        torch.lerp(running.variance, unbiased, BATCH_NORM_MOMENTUM),
-    )
+    pairs = (running.mean, mean.detach()), (running.variance, unbiased)
+    new = Statistics(*(torch.lerp(*pair, BATCH_NORM_MOMENTUM) for pair in pairs))
     return out, new
 
 

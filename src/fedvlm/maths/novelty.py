@@ -42,10 +42,8 @@ class Novelty(NamedTuple):
         """Return the largest score that is not rejected."""
         count, required = len(self.held_out_scores), ceil(1 / rate - 1 - 1e-9)
         if count < required:
-            raise DataError(
-                f"rejecting {rate:.0%} of familiar images needs {required} validation samples, got {count}; train "
-                "with more of them, or do not reject"
-            )
+            needs = f"{rate:.0%} of familiar images needs {required} validation samples"
+            raise DataError(f"rejecting {needs}, got {count}; train with more of them, or do not reject")
         ordered = self.held_out_scores.double().sort().values
         place = (count + 1) * (1 - rate) - 1  # between two samples, so that the mean rate is `rate` and not below it
         low = min(int(place + 1e-9), count - 1)

@@ -28,11 +28,7 @@ NUMBERS_PER_CHUNK = 300_000  # fits a core's cache, and makes the cost of calls 
 
 
 def transport_plan(
-    similarity: Tensor,
-    kind: TransportKind,
-    gamma: float = 1.0,
-    entropy_reg: float = 0.1,
-    steps: int = LAST_STEPS,
+    similarity: Tensor, kind: TransportKind, gamma: float = 1.0, entropy_reg: float = 0.1, steps: int = LAST_STEPS
 ) -> Tensor:
     """Return the plan T of (..., prompts, patches) cosines, at least in float32.
 

@@ -28,9 +28,7 @@ def block_size(dim: int, blocks: int) -> int:
     """Return m = d / r; refuse a number of blocks that does not divide the dimension."""
     if blocks < 1 or dim % blocks:
         divisors = ", ".join(str(r) for r in range(1, dim + 1) if dim % r == 0)
-        raise SettingsError(
-            f"blocks = {blocks} does not divide the dimension {dim} of the embeddings; choose one of {divisors}"
-        )
+        raise SettingsError(f"blocks = {blocks} does not divide the {dim} dimensions; choose one of {divisors}")
     return dim // blocks
 
 

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from fedvlm.core import Tensors
 from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, POSITIVE_FRACTION, Range, check_range
-from fedvlm.errors import SettingsError
+from fedvlm.plugins import require
 
 # Integer orders only: fractional ones do not always converge, and print warnings.
 ORDERS = (*range(2, 65), *(2**k for k in range(7, 15)))
@@ -53,11 +52,8 @@ def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, del
         return 0.0
     if noise_multiplier == 0:
         return math.inf
-    try:
-        dp: Any = import_module("dp_accounting")
-        renyi: Any = import_module("dp_accounting.rdp")
-    except ImportError as error:
-        raise SettingsError("the privacy of noise is counted by dp-accounting; install fedvlm[privacy]") from error
+    dp = require("dp_accounting", "the privacy of noise is counted by dp-accounting", "privacy")
+    renyi = import_module("dp_accounting.rdp")
     # Gaussian mechanisms compose to one whose noise is divided by the root of their number.
     unsampled_epsilon = float(dp.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), delta))
     if sampling_rate == 1:
@@ -121,10 +117,8 @@ def clipped_sum(gradients: Tensors, clip: float, real: Tensor) -> Tensors:
 def add_noise_to_all(total: Tensors, std: float, noise: Tensor) -> Tensors:
     """Add normal noise of this std to every number; `noise` is flat and standard normal."""
     parts = torch.split(noise, [value.numel() for value in total.values()])
-    return {
-        key: add_noise(value, std, part.view(value.shape))
-        for (key, value), part in zip(total.items(), parts, strict=True)
-    }
+    named = zip(total.items(), parts, strict=True)
+    return {key: add_noise(value, std, part.view(value.shape)) for (key, value), part in named}
 
 
 def orthonormal_factors(matrix: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,11 +79,8 @@ def class_log_prior(
     centre = (frequencies + 1 / len(frequencies)) / 2  # no class is impossible
     concentration = strengths[:, None] * centre  # (strengths, classes)
     n_samples = counts.sum()
-    log_evidence = (
-        torch.lgamma(strengths)
-        - torch.lgamma(strengths + n_samples)
-        + (torch.lgamma(concentration + counts) - torch.lgamma(concentration)).sum(1)
-    )
+    log_evidence = torch.lgamma(strengths) - torch.lgamma(strengths + n_samples)
+    log_evidence = log_evidence + (torch.lgamma(concentration + counts) - torch.lgamma(concentration)).sum(1)
     if probabilities is not None:
         log_evidence = log_evidence + probabilities.log()
     expected = (concentration + counts) / (strengths + n_samples)[:, None]

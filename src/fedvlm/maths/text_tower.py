@@ -99,15 +99,11 @@ class TextTower:
         """Compute the features of a prompt."""
         *batch_shape, vectors, width = context.shape
         if width != self.width:
-            raise SettingsError(
-                f"context vectors have width {width}, the text tower has {self.width}; "
-                f"make the context (vectors, {self.width})"
-            )
+            raise SettingsError(f"context vectors have width {width}; the text tower needs {self.width}")
         if vectors > self.room:
-            raise SettingsError(
-                f"a context of {vectors} vectors does not fit before the longest class name; "
-                f"the text tower has room for {max(self.room, 0)}: use fewer or shorten the names"
-            )
+            problem = f"a context of {vectors} vectors does not fit before the longest class name"
+            room = f"the text tower has room for {max(self.room, 0)}"
+            raise SettingsError(f"{problem}; {room}: use fewer or shorten the names")
         classes, longest, _ = self.suffixes.shape
         head = 1 + vectors
         token_indices, spread, ends = self._tokens

@@ -131,10 +131,8 @@ def packed_gram(client: Client, min_samples: int) -> Tensor:
 def check_norms(name: str, heads: Tensor, limit: float) -> None:
     """Refuse heads (..., classes, dim) with a class whose weights are longer than an honest one's."""
     if not (norm := float(heads.norm(dim=-1).max())) <= limit * (1 + 1e-5):
-        raise FederationError(
-            f"{name}: the verified sum leads to a head of norm {norm:.4g}, above the limit of {limit:g}; a member's "
-            "upload was damaged or forged, and the round is void"
-        )
+        problem = f"{name}: the verified sum leads to a head of norm {norm:.4g}, above the limit of {limit:g}"
+        raise FederationError(f"{problem}; a member's upload was damaged or forged, and the round is void")
 
 
 def sum_uploads(uploads: Sequence[Tensors]) -> Tensors:

@@ -23,10 +23,7 @@ DEFAULT_N_CTX = 16  # of most papers
 def tower_of(frozen: Frozen) -> TextTower:
     """Return the text tower, or refuse an encoder that has none."""
     if frozen.text_tower is None:
-        raise SettingsError(
-            "prompts are learned through the text tower, which this encoder does not offer; "
-            "use a CLIP model: demo, or hf:NAME"
-        )
+        raise SettingsError("this encoder has no text tower, which prompts need; use a CLIP model: demo, or hf:NAME")
     return frozen.text_tower
 
 
@@ -37,10 +34,9 @@ def prompt_length(method: ContextSettings, frozen: Frozen, default: int = DEFAUL
         n_tokens = len(tower.prefix)
         if n_ctx not in (None, n_tokens) or not n_tokens:
             detail = "" if n_ctx is None else f" and n_ctx = {n_ctx}"
-            raise SettingsError(
-                f"ctx_init = 'template'{detail}, but the template {tower.template!r} has {n_tokens} "
-                "tokens before the class; leave n_ctx out, or set ctx_init = 'random'"
-            )
+            template = f"the template {tower.template!r} has {n_tokens} tokens before the class"
+            remedy = "leave n_ctx out, or set ctx_init = 'random'"
+            raise SettingsError(f"ctx_init = 'template'{detail}, but {template}; {remedy}")
         n_ctx = n_tokens
     elif n_ctx is None:
         n_ctx = default

@@ -7,9 +7,9 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Batch, Client, Frozen, Method, Tensors
-from fedvlm.tensors import to_float32
+from fedvlm.tensors import Updated, to_float32
 
-Update = Callable[[Tensors, Tensors, Client], tuple[Tensors, Tensors]]
+Update = Callable[[Tensors, Tensors, Client], Updated]
 
 
 def select_clients(clients: Client, index: Any) -> Client:
@@ -22,27 +22,20 @@ def select_tensors(stacked: Tensors, index: Any) -> Tensors:
     return {key: value[index] for key, value in stacked.items()}
 
 
-def update_sequentially(
-    method: Method, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def update_sequentially(method: Method, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> Updated:
     """Update stacked clients one by one (an `update_many` for updates that gain nothing by stacking)."""
-    results = [
-        method.update(frozen, select_tensors(sent, i), select_tensors(local, i), select_clients(clients, i))
-        for i in range(len(clients.y))
-    ]
+    places = range(len(clients.y))
+    parts = [(select_tensors(sent, i), select_tensors(local, i), select_clients(clients, i)) for i in places]
+    results = [method.update(frozen, *part) for part in parts]
     uploads, locals_ = zip(*results, strict=True)
     return tensors.stack(uploads), tensors.stack(locals_)
 
 
-def update_in_chunks(
-    update: Update, size: int, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def update_in_chunks(update: Update, size: int, sent: Tensors, local: Tensors, clients: Client) -> Updated:
     """Update so many stacked clients at a time, and join the results."""
     chunks = [slice(first, first + size) for first in range(0, len(clients.y), size)]
-    results = [
-        update(select_tensors(sent, chunk), select_tensors(local, chunk), select_clients(clients, chunk))
-        for chunk in chunks
-    ]
+    parts = [(select_tensors(sent, c), select_tensors(local, c), select_clients(clients, c)) for c in chunks]
+    results = [update(*part) for part in parts]
     if len(results) == 1:
         return results[0]
     uploads, locals_ = zip(*results, strict=True)

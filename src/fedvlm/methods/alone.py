@@ -21,12 +21,8 @@ class Alone(LossSettings):
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes = len(frozen.classes)
-        return {}, {
-            "weight": torch.zeros(classes, frozen.dim),
-            "bias": torch.zeros(classes),
-            "ridge": torch.zeros(()),
-            "gradient": torch.zeros(()),
-        }
+        head = {"weight": torch.zeros(classes, frozen.dim), "bias": torch.zeros(classes)}
+        return {}, {**head, "ridge": torch.zeros(()), "gradient": torch.zeros(())}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         head, ridge, gradient = fit_head_alone(frozen, client, parts.class_weights(self, len(frozen.classes), client))

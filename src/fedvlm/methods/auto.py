@@ -130,11 +130,8 @@ class Auto(StatisticsSettings):
         labelled = Labelled(client.x, client.y, client.val_x, client.val_y)
         mix = head_mixing.mix_client(shared, start_head, labelled, client.unlabelled, head_mixing.MixPrior())
         own = split_head(mix.own)
-        return {
-            "weight change": own.weight.float(),
-            "bias change": own.bias.float(),
-            "mix weights": mix.weights.float(),
-        }
+        changes = {"weight change": own.weight, "bias change": own.bias, "mix weights": mix.weights}
+        return {key: value.float() for key, value in changes.items()}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         shared = local["mix weights"][0]  # apart from the change: a poisoned head may be too large for a difference

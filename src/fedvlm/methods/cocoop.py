@@ -70,12 +70,8 @@ def initial_network(frozen: Frozen, zero: bool) -> Tensors:
         out: Tensor = (2 * torch.rand(*shape, generator=draw) - 1) / fan**0.5
         return out
 
-    network = {
-        "down": uniform(frozen.dim, hidden, frozen.dim),
-        "down bias": uniform(frozen.dim, hidden),
-        "up": uniform(hidden, width, hidden),
-        "up bias": uniform(hidden, width),
-    }
+    network = {"down": uniform(frozen.dim, hidden, frozen.dim), "down bias": uniform(frozen.dim, hidden)}
+    network |= {"up": uniform(hidden, width, hidden), "up bias": uniform(hidden, width)}
     if zero:
         network |= {key: torch.zeros_like(network[key]) for key in ("up", "up bias")}
     return network

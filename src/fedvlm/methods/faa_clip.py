@@ -47,7 +47,7 @@ class FAACLIP(AdamSettings):
     adaptation_weight: float = ranged_field(0.5, NON_NEGATIVE)  # λ of eq. 6
     # "joint" is eq. 5 and 6: one pass of both domains, gradients through both; "apart" is the public code: a pass of
     # each domain through mask and discriminator, without a gradient through the reference samples
-    passes: Literal["joint", "apart"] = "joint"
+    passes: Literal["apart", "joint"] = "apart"
     shared_discriminator: bool = False  # "w/ shared D"
     local_norm: bool = False  # "w/o shared BN"
     mask_duplicates: bool = False  # samples of one class are not negatives of each other
@@ -142,9 +142,8 @@ def train_stacked(
 ) -> tuple[Tensors, Tensors]:
     """Do every client's `parts.adam`; a client without a sample in a step does not change."""
     local_tensors, states = split_state(local)
-    parameters = {
-        key: value.clone(memory_format=torch.contiguous_format) for key, value in {**sent, **local_tensors}.items()
-    }
+    state, contiguous = {**sent, **local_tensors}, torch.contiguous_format
+    parameters = {key: value.clone(memory_format=contiguous) for key, value in state.items()}
     trained = {key: value for key, value in parameters.items() if key not in MEMORY}
     grads = {key: torch.zeros_like(value) for key, value in trained.items()}
     has_moments, step_settings = bool(states), schedule(method)

@@ -69,9 +69,8 @@ class FedBEns(PromptSettings):
         return {"means": upload["prompts"], "precisions": precision}, new_local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        means, precisions = (
-            torch.stack([upload[key].double().flatten(1) for upload in uploads]) for key in ("means", "precisions")
-        )
+        stacks = {key: torch.stack([upload[key].double().flatten(1) for upload in uploads]) for key in uploads[0]}
+        means, precisions = stacks["means"], stacks["precisions"]
         starts = means.median(dim=0).values  # (prompts, numbers)
         modes = [find_mode(means, precisions, self.prior, start, self.iterations) for start in starts]
         like = shared["prompts"]

@@ -27,11 +27,8 @@ class FedLT(FedOTSettings):
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """Return the numbers of the paper's tables for one client's map."""
-        return {
-            "condition number": orthogonal.condition_number(local["map"]),
-            "orthogonality error": orthogonal.orthogonality_error(local["map"]),
-            "degrees of freedom": frozen.dim**2,
-        }
+        out = {"condition number": orthogonal.condition_number(local["map"]), "degrees of freedom": frozen.dim**2}
+        return out | {"orthogonality error": orthogonal.orthogonality_error(local["map"])}
 
     def condition(self, local: Tensors) -> float:
         """Return κ of the bound on gradient differences."""

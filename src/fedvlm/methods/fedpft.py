@@ -78,7 +78,8 @@ class FedPFT(StatisticsSettings):
         ridges = torch.tensor([self.ridge], dtype=torch.float64)
         heads = logistic_regression.fit_ridge_path(x, y, ridges, start, open_classes).heads
         bias = torch.where(open_classes, heads.bias[0].float(), gaussian_classes.ABSENT_CLASS_LOGIT)
-        return {**shared, "weight": heads.weight[0].float(), "bias": bias}
+        # without any class the fit is undefined; a class that is not open keeps its row of zeros in any case
+        return {**shared, "weight": torch.where(open_classes[:, None], heads.weight[0].float(), 0.0), "bias": bias}
 
     def draw(self, shared: Tensors, upload: Tensors, id: str) -> tuple[Tensor, Tensor]:
         """Draw as many embeddings of each class as the client has, from its mixtures."""

@@ -39,9 +39,7 @@ class FedTPG(PromptSettings):
             raise SettingsError(f"fedtpg generates its prompt; ctx_init must be 'random', got {self.ctx_init!r}")
         width, dim, draw = tower_of(frozen).width, frozen.dim, seeds.generator("prompt network", frozen.seed)
         if width % self.attention_heads:
-            raise SettingsError(
-                f"fedtpg.attention_heads must divide the text tower's width of {width}, got {self.attention_heads}"
-            )
+            raise SettingsError(f"fedtpg.attention_heads must divide the width {width}, got {self.attention_heads}")
 
         def uniform(bound: float, *shape: int) -> Tensor:
             return bound * (2 * torch.rand(*shape, generator=draw) - 1)
@@ -71,9 +69,7 @@ class FedTPG(PromptSettings):
 
         queries, texts = norm("query norm", network["queries"]), norm("text norm", text)
         q, k, v = (
-            torch.unflatten(layer(name, x), -1, (self.attention_heads, -1)).transpose(
-                0, 1
-            )  # (heads, vectors or classes, ...)
+            torch.unflatten(layer(name, x), -1, (self.attention_heads, -1)).transpose(0, 1)  # (heads, rows, ...)
             for name, x in (("query", queries), ("key", texts), ("value", texts))
         )
         attention = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)

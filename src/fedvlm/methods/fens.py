@@ -68,11 +68,8 @@ class FENS(PromptSettings):
         x = torch.where(real[:, None], torch.cat([client.val_x, client.x]), 0.0)
 
         def loss(network: Tensors) -> Tensor:
-            return parts.masked_cross_entropy(
-                self.predict(frozen, network, local, x),
-                y.clamp(min=0),
-                real if weights is None else real * weights[y.clamp(min=0)],
-            )
+            labels, logits = y.clamp(min=0), self.predict(frozen, network, local, x)
+            return parts.masked_cross_entropy(logits, labels, real if weights is None else real * weights[labels])
 
         return grad(loss)({key: sent[key] for key in NETWORK}), local
 

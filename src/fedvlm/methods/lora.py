@@ -82,10 +82,8 @@ class LoRA(LossSettings, AdamSettings):
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         matrices = [tower_of(frozen).weights[key] for key in tower_of(frozen).matrices(self.targets)]
-        return {
-            **count_parameters(frozen, self.rank * sum(sum(matrix.shape) for matrix in matrices)),
-            "rank": self.rank,
-        }
+        trained = self.rank * sum(sum(matrix.shape) for matrix in matrices)
+        return {**count_parameters(frozen, trained), "rank": self.rank}
 
     name = "lora"
     traits = Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(memory=frozenset({"change"})))

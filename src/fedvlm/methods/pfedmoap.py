@@ -66,10 +66,8 @@ class PFedMoAP(PromptSettings):
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         new = {PROMPT_PREFIX + id: upload["prompt"] for id, upload in zip(ids, uploads, strict=True)}
         held = {key: value for key, value in {**shared, **new}.items() if key.startswith(PROMPT_PREFIX)}
-        return {
-            "prompt": torch.stack([held[key] for key in sorted(held)]).double().mean(0).to(shared["prompt"]),
-            **held,
-        }
+        prompts = torch.stack([held[key] for key in sorted(held)])
+        return {"prompt": prompts.double().mean(0).to(shared["prompt"]), **held}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         text = class_features(frozen, sent["prompt"])  # (classes, dim)

@@ -64,10 +64,8 @@ class Probe(CheckedSettings):
         ridges, local_path, has_samples = fit_local_path(frozen, client)
         nearby = fit_ridge_path(client.x, client.y, ridges, shared, torch.ones_like(has_samples)).heads
         local_bias = torch.where(has_samples, local_path.heads.bias, ABSENT_CLASS_LOGIT)
-        heads = Head(
-            torch.cat([shared.weight[None], nearby.weight, local_path.heads.weight]),
-            torch.cat([shared.bias[None], nearby.bias, local_bias]),
-        )
+        weights = torch.cat([shared.weight[None], nearby.weight, local_path.heads.weight])
+        heads = Head(weights, torch.cat([shared.bias[None], nearby.bias, local_bias]))
         best = summed_cross_entropy(heads.logits(client.val_x.double()), client.val_y).argmin()
         change = heads.weight[best] - shared.weight, heads.bias[best] - shared.bias
         return {"weight change": change[0].float(), "bias change": change[1].float()}

@@ -39,9 +39,8 @@ class PromptFLFedAMP(PromptSettings):
     def send(self, shared: Tensors, id: str) -> Tensors:
         """Return the cloud of a client that has taken part, and the mean of all prompts for any other."""
         client_prompt = shared.get(PROMPT_PREFIX + id)
-        other_prompts = [
-            shared[key] for key in sorted(shared) if key.startswith(PROMPT_PREFIX) and key != PROMPT_PREFIX + id
-        ]
+        other_keys = [key for key in sorted(shared) if key.startswith(PROMPT_PREFIX) and key != PROMPT_PREFIX + id]
+        other_prompts = [shared[key] for key in other_keys]
         if client_prompt is None or not other_prompts:
             return {"prompt": shared["prompt"] if client_prompt is None else client_prompt}
         weights = self.cloud_weights(client_prompt, other_prompts)

@@ -57,10 +57,8 @@ class TOFA(StatisticsSettings):
         spent(self.noise_multiplier, 1, self.delta)  # fails now if the library is missing
         if self.text_rounds not in (1, 2):
             first = self.rounds - self.text_rounds + 1
-            raise SettingsError(
-                f"tofa.rounds must be {first}, or {first + 1} for clients' own texts, got {self.rounds}; "
-                "min_class_clients above 1 takes one round more"
-            )
+            problem = f"tofa.rounds must be {first}, or {first + 1} for clients' own texts, got {self.rounds}"
+            raise SettingsError(f"{problem}; min_class_clients above 1 takes one round more")
 
     @property
     def text_rounds(self) -> int:  # without the round that counts the clients of a class
@@ -239,10 +237,8 @@ def open_classes(sent: Tensors, classes: int) -> Tensor:
     if "open" not in sent:
         return torch.ones(classes, dtype=torch.bool)
     if sent["open"].shape != (classes,):
-        raise FederationError(
-            f"tofa: 'open' must have {classes} numbers, one for each class, got shape "
-            f"{tuple(sent['open'].shape)}; the server runs another version"
-        )
+        problem = f"tofa: 'open' must have {classes} numbers, one for each class, got shape {tuple(sent['open'].shape)}"
+        raise FederationError(f"{problem}; the server runs another version")
     return sent["open"] > 0
 
 

@@ -1,55 +1,7 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
-from fedvlm.parts.bodies import (
-    class_weights,
-    cross_entropy,
-    masked_cross_entropy,
-    mean,
-    minibatch,
-    no_adaptation,
-    no_update,
-    send_all,
-    suppress_client_classes,
-    uniform_mean,
-)
-from fedvlm.parts.training import (
-    Stepper,
-    adam,
-    adam_moments,
-    fused_adam,
-    head_sgd,
-    join_state,
-    map_sgd,
-    per_tensor,
-    regularised_head_sgd,
-    sgd,
-    sgd_step,
-    split_state,
-    train_minibatches,
-)
+from fedvlm.parts import bodies, training
+from fedvlm.parts.bodies import *  # noqa: F403
+from fedvlm.parts.training import *  # noqa: F403
 
-__all__ = [
-    "Stepper",
-    "adam",
-    "adam_moments",
-    "class_weights",
-    "cross_entropy",
-    "fused_adam",
-    "head_sgd",
-    "join_state",
-    "map_sgd",
-    "masked_cross_entropy",
-    "mean",
-    "minibatch",
-    "no_adaptation",
-    "no_update",
-    "per_tensor",
-    "regularised_head_sgd",
-    "send_all",
-    "sgd",
-    "sgd_step",
-    "split_state",
-    "suppress_client_classes",
-    "train_minibatches",
-    "uniform_mean",
-]
+__all__ = [*bodies.__all__, *training.__all__]

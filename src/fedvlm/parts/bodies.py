@@ -11,6 +11,19 @@ from fedvlm.core import Batch, Client, Frozen, Method, Tensors, setting, sums_up
 from fedvlm.maths.gaussian_classes import balanced_weights, suppress_small_classes
 from fedvlm.tensors import to_float32
 
+__all__ = [
+    "class_weights",
+    "cross_entropy",
+    "masked_cross_entropy",
+    "mean",
+    "minibatch",
+    "no_adaptation",
+    "no_update",
+    "send_all",
+    "suppress_client_classes",
+    "uniform_mean",
+]
+
 
 def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
     """Return the mean cross-entropy over real samples, times their weights if `real` has weights; 0 if there are none.
@@ -39,9 +52,8 @@ def minibatch(client: Client, step: int) -> Batch:
     real = rows >= 0
     rows = rows.clamp(min=0)
     reference_rows = client.reference_order[step].clamp(min=0)
-    return Batch(
-        to_float32(client.x[rows]), client.y[rows].clamp(min=0), real, to_float32(client.reference[reference_rows])
-    )
+    reference = to_float32(client.reference[reference_rows])
+    return Batch(to_float32(client.x[rows]), client.y[rows].clamp(min=0), real, reference)
 
 
 def suppress_client_classes(client: Client, counts: Tensor, smallest: int) -> Client:
@@ -72,13 +84,9 @@ def adapts(method: Method) -> bool:
 def mean(self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
     """aggregate: the mean of the uploads, weighted by the clients' samples."""
     fractions = weights.double() / weights.double().sum()
-    return {
-        key: sum(
-            (w * upload[key].double() for w, upload in zip(fractions, uploads, strict=True)),
-            start=torch.zeros((), dtype=torch.float64),
-        ).to(value.dtype)
-        for key, value in shared.items()
-    }
+    zero, pairs = torch.zeros((), dtype=torch.float64), list(zip(fractions, uploads, strict=True))
+    sums = {key: sum((w * upload[key].double() for w, upload in pairs), start=zero) for key in shared}
+    return {key: sums[key].to(value.dtype) for key, value in shared.items()}
 
 
 @sums_uploads("clients")

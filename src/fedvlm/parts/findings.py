@@ -38,10 +38,8 @@ Means = Mapping[str, tuple[Tensor, Tensor]]
 def check_multi_label(method: Method) -> None:
     """Refuse a method that cannot train several findings per image."""
     if not method.traits.classes.multi_label:
-        raise SettingsError(
-            f"{method.name} gives every image exactly one class, and these data have several findings per image; "
-            "`fedvlm list methods` shows the methods for several findings"
-        )
+        problem = f"{method.name} gives every image exactly one class, and these data have several findings per image"
+        raise SettingsError(f"{problem}; `fedvlm list methods` shows the methods for several findings")
 
 
 def finding_frozen(frozen: Frozen, finding: int) -> Frozen:
@@ -53,15 +51,8 @@ def finding_frozen(frozen: Frozen, finding: int) -> Frozen:
     if tower is not None:  # made for "no FINDING", "FINDING" of each finding in turn
         part = slice(2 * finding, 2 * finding + 2)
         tower = replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})  # type: ignore[type-var]
-    return replace(
-        frozen,
-        classes=(f"no {name}", name),
-        text=text,
-        text_tower=tower,
-        descriptions=None,
-        negative_text=None,
-        multi_label=False,
-    )
+    none: dict[str, Any] = {"descriptions": None, "negative_text": None, "multi_label": False}
+    return replace(frozen, classes=(f"no {name}", name), text=text, text_tower=tower, **none)
 
 
 def finding_client(client: Client, finding: int) -> Client:
@@ -77,6 +68,12 @@ def finding_client(client: Client, finding: int) -> Client:
     known = y.gather(-1, flat).reshape(client.order.shape) >= 0
     order = torch.where(known, client.order, -1)
     return replace(client, y=y, val_y=val_y, order=order, texts=client.texts[..., :2, :0, :], noise=noise)
+
+
+def _states(frozen: Frozen, sent: Tensors, local: Tensors) -> list[tuple[Frozen, Tensors, Tensors]]:
+    """Return what is frozen, sent and local of each finding."""
+    findings = range(len(frozen.classes))
+    return [(finding_frozen(frozen, k), select_finding(sent, k), select_finding(local, k)) for k in findings]
 
 
 def per_finding(method: Method) -> Method:
@@ -128,27 +125,13 @@ class _Verbs:
         return _stack([_single(self).send(part, id) for part in _unstack(shared)])
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        pairs = [
-            _single(self).update(
-                finding_frozen(frozen, finding),
-                select_finding(sent, finding),
-                select_finding(local, finding),
-                finding_client(client, finding),
-            )
-            for finding in range(len(frozen.classes))
-        ]
+        states = enumerate(_states(frozen, sent, local))
+        pairs = [_single(self).update(*state, finding_client(client, finding)) for finding, state in states]
         return _stack([upload for upload, _ in pairs]), _stack([new_local for _, new_local in pairs])
 
     def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
-        pairs = [
-            _single(self).update_many(
-                finding_frozen(frozen, finding),
-                _select_of_clients(sent, finding),
-                _select_of_clients(local, finding),
-                finding_client(clients, finding),
-            )
-            for finding in range(len(frozen.classes))
-        ]
+        states = enumerate(_states(frozen, _clients_first(sent), _clients_first(local)))
+        pairs = [_single(self).update_many(*state, finding_client(clients, finding)) for finding, state in states]
         uploads, locals_ = (_stack([pair[which] for pair in pairs]) for which in (0, 1))
         return _clients_first(uploads), _clients_first(locals_)
 
@@ -157,36 +140,17 @@ class _Verbs:
         return _stack([_single(self).aggregate(part, parts, weights, ids) for part, *parts in by_finding])
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        return _stack(
-            [
-                _single(self).adapt(
-                    finding_frozen(frozen, finding),
-                    select_finding(sent, finding),
-                    select_finding(local, finding),
-                    finding_client(client, finding),
-                )
-                for finding in range(len(frozen.classes))
-            ]
-        )
+        states = enumerate(_states(frozen, sent, local))
+        return _stack([_single(self).adapt(*state, finding_client(client, finding)) for finding, state in states])
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         """Return (samples, findings): the log odds of each finding."""
-        logits = [
-            _single(self).predict(
-                finding_frozen(frozen, finding), select_finding(sent, finding), select_finding(local, finding), x
-            )
-            for finding in range(len(frozen.classes))
-        ]
+        logits = [_single(self).predict(*state, x) for state in _states(frozen, sent, local)]
         return torch.stack([pair[..., 1] - pair[..., 0] for pair in logits], dim=-1)
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """Return means over the findings."""
-        described = [
-            _single(self).describe(
-                finding_frozen(frozen, finding), select_finding(sent, finding), select_finding(local, finding)
-            )
-            for finding in range(len(frozen.classes))
-        ]
+        described = [_single(self).describe(*state) for state in _states(frozen, sent, local)]
         return {key: fmean(numbers[key] for numbers in described) for key in described[0]}
 
     def noise(self, frozen: Frozen) -> int:
@@ -230,10 +194,6 @@ def _single(method: Any) -> Any:
 def _clients_first(stacked: Tensors) -> Tensors:
     """Exchange the axes of findings and clients."""
     return {key: v if key.startswith(SINGLE_PREFIX) else v.transpose(0, 1) for key, v in stacked.items()}
-
-
-def _select_of_clients(stacked: Tensors, finding: int) -> Tensors:
-    return select_finding(_clients_first(stacked), finding)
 
 
 def _stack(parts: Sequence[Tensors]) -> Tensors:

@@ -80,11 +80,6 @@ def distances(dots: Tensor) -> Tensor:
     return (size[:, None] + size - 2 * dots).clamp(min=0).fill_diagonal_(0).sqrt()
 
 
-ROBUST_MEANS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": mean,
-    "median": median,
-    "trimmed": trimmed_mean,
-    "krum": krum,
-    "geometric-median": geometric_median,
-}
+ROBUST_MEANS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean, "median": median, "trimmed": trimmed_mean}
+ROBUST_MEANS |= {"krum": krum, "geometric-median": geometric_median}
 WEIGHTS_FROM_DOTS = {"krum": krum_weights, "geometric-median": geometric_median_weights}

@@ -13,7 +13,23 @@ from fedvlm import tensors
 from fedvlm.core import Alternating, Batch, Client, Frozen, Schedule, Tensors, gradient_update, schedule
 from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import class_weights, minibatch
-from fedvlm.tensors import count_bytes, to_float32
+from fedvlm.tensors import Updated, count_bytes, to_float32
+
+__all__ = [
+    "Stepper",
+    "adam",
+    "adam_moments",
+    "fused_adam",
+    "head_sgd",
+    "join_state",
+    "map_sgd",
+    "per_tensor",
+    "regularised_head_sgd",
+    "sgd",
+    "sgd_step",
+    "split_state",
+    "train_minibatches",
+]
 
 LARGE_WEIGHTS_BYTES = 64 << 20  # bytes of weights
 # a tensor, its gradient and its optimiser state -> the new tensor and state
@@ -160,10 +176,8 @@ def train_minibatches(
         if isinstance(self, Alternating):
             turns = {key: active & self.trains_in_epoch(key, epochs[..., index]) for key in trained}
         move(trained, gradients, states, turns)
-        memory_tensors |= {
-            key: where_active(active, remembered[key], memory_tensors[key])
-            for key in memory_tensors.keys() & remembered.keys()
-        }
+        both = memory_tensors.keys() & remembered.keys()
+        memory_tensors |= {key: where_active(active, remembered[key], memory_tensors[key]) for key in both}
     now = {**trained, **memory_tensors}
     local_values = {key: now[key] for key in local}
     if has_state:
@@ -238,22 +252,10 @@ def adam_step(
     counts: list[Tensor],
 ) -> None:
     """Take one step of Adam on all values, in place."""
-    fused_step(
-        values,
-        gradients,
-        means,
-        squares,
-        [],
-        counts,
-        fused=True,
-        amsgrad=False,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=False,
-    )
+    beta1, beta2 = settings.betas
+    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "eps": settings.eps}
+    options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    fused_step(values, gradients, means, squares, [], counts, fused=True, **options)
 
 
 # (clients, classes, dim) heads -> what is added to their gradients
@@ -300,9 +302,8 @@ def train_heads(self: Any, scale: float, head: Tensor, clients: Client, extra_gr
         gradient = head_gradient(head, batch, batch_labels, sample_weights)
         gradient = (gradient + extra_gradient(head)).add_(head, alpha=settings.weight_decay)
         # A client without samples in this step keeps its head and its velocity.
-        velocity = (
-            torch.where(is_active, settings.momentum * velocity + gradient, velocity) if settings.momentum else gradient
-        )
+        moved = settings.momentum * velocity + gradient if settings.momentum else gradient
+        velocity = torch.where(is_active, moved, velocity) if settings.momentum else gradient
         head.sub_(torch.where(is_active, velocity, 0.0), alpha=settings.lr)
     return head
 
@@ -319,9 +320,8 @@ def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Cl
     part = initial_logit_map.new_ones(len(head), 1, 1)  # fraction of the initial map that is left
     added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
     for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients, weights):
-        gradient = head_gradient(
-            part * initial_logit_map + torch.bmm(square, added), batch, batch_labels, sample_weights
-        )
+        current = part * initial_logit_map + torch.bmm(square, added)
+        gradient = head_gradient(current, batch, batch_labels, sample_weights)
         faster = settings.momentum * part_speed + settings.weight_decay * part
         part_speed = torch.where(is_active, faster, part_speed)
         faster = settings.momentum * added_speed + gradient + settings.weight_decay * added
@@ -349,9 +349,7 @@ def head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: 
     return {"head": train_heads(self, frozen.scale, sent["head"], clients, lambda head: 0.0)}, local
 
 
-def regularised_head_sgd(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def regularised_head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> Updated:
     """update_many: as `head_sgd`, where the loss has another part, whose gradient is `extra_gradient`."""
 
     def extra_gradient(head: Tensor) -> Tensor:

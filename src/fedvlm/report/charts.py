@@ -1,7 +1,7 @@
 """Describe the charts of runs as data; the page draws them as SVG and `fedvlm plot` by matplotlib."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -37,6 +37,10 @@ PLOT_KINDS = {  # of `fedvlm plot`
     "heat": "where prompts look in an image",
     "subgroups": "AUC by subgroup, a panel for each column of subgroups",
 }
+RANKING_CURVES = (
+    ("ROC", "AUC", "ROC curve", "false positive rate", "true positive rate (%)"),
+    ("PR", "AP", "Precision-recall curve", "recall", "precision (%)"),
+)
 MIN_BIN_FRACTION = 0.01  # of the samples; smaller bins of a reliability diagram are noise
 
 
@@ -134,56 +138,25 @@ def reliability_chart(summaries: Summaries, title: str = "Reliability diagram") 
     """Accuracy by confidence; the ECE is that of the pooled samples."""
     series = []
     for position, (name, summary) in summaries.items():
-        shown = [
-            (point, count / max(summary["bins"]))
-            for point, count in zip(summary["reliability"], summary["bins"], strict=True)
-            if count >= MIN_BIN_FRACTION * summary["n_samples"]
-        ]
+        least = MIN_BIN_FRACTION * summary["n_samples"]
+        pairs = zip(summary["reliability"], summary["bins"], strict=True)
+        shown = [(point, count / max(summary["bins"])) for point, count in pairs if count >= least]
         label = f"{name}, ECE {summary['ECE']:.1%}"
         series.append(Series(label, [p for p, _ in shown], position, sizes=[size for _, size in shown]))
-    return Chart(
-        title,
-        "confidence",
-        "accuracy (%)",
-        series,
-        has_diagonal=True,
-        x_range=UNIT_RANGE,
-        y_range=UNIT_RANGE,
-        size_note="dot area: samples in the bin",
-    )
+    chart = Chart(title, "confidence", "accuracy (%)", series, has_diagonal=True)
+    return replace(chart, x_range=UNIT_RANGE, y_range=UNIT_RANGE, size_note="dot area: samples in the bin")
 
 
-def roc_chart(summaries: Summaries) -> Chart:
-    """One class against the rest, all pairs of sample and class together."""
-    series = [
-        Series(f"{name}, AUC {summary['AUC']:.3f}", summary["ROC"], position)
-        for position, (name, summary) in summaries.items()
-    ]
-    return Chart(
-        "ROC curve (micro-average)",
-        "false positive rate",
-        "true positive rate (%)",
-        series,
-        has_diagonal=True,
-        x_range=UNIT_RANGE,
-        y_range=UNIT_RANGE,
-    )
-
-
-def precision_recall_chart(summaries: Summaries) -> Chart:
-    """One class against the rest, all pairs of sample and class together."""
-    series = [
-        Series(f"{name}, AP {summary['AP']:.3f}", summary["PR"], position)
-        for position, (name, summary) in summaries.items()
-    ]
-    return Chart(
-        "Precision-recall curve (micro-average)",
-        "recall",
-        "precision (%)",
-        series,
-        x_range=UNIT_RANGE,
-        y_range=UNIT_RANGE,
-    )
+def ranking_charts(summaries: Summaries) -> list[Chart]:
+    """ROC and precision-recall curves: one class against the rest, all pairs of sample and class together."""
+    out = []
+    for kind, area, title, x_label, y_label in RANKING_CURVES:
+        series = []
+        for position, (name, summary) in summaries.items():
+            series.append(Series(f"{name}, {area} {summary[area]:.3f}", summary[kind], position))
+        chart = Chart(f"{title} (micro-average)", x_label, y_label, series, has_diagonal=kind == "ROC")
+        out.append(replace(chart, x_range=UNIT_RANGE, y_range=UNIT_RANGE))
+    return out
 
 
 def decision_chart(summaries: Summaries, title: str = "Decision curve") -> Chart:
@@ -297,8 +270,7 @@ def _line_chart(column: str, x_label: str, lines: Mapping[str, list[tuple[Any, f
 def bar_charts(results: Sequence[Record], options: PlotOptions) -> list[Chart]:
     """Draw a bar for each run, grouped by data, encoder or a setting; whiskers are standard deviations."""
     identities = [flatten(result.manifest["identity"]) for result in results]
-    differing = differing_settings(identities)
-    over = options.over or next((key for key in GROUPING_SETTINGS if key in differing), "")
+    over = options.over or next((key for key in GROUPING_SETTINGS if key in differing_settings(identities)), "")
     names = run_names(identities_of(results), (over,))
     groups = list(dict.fromkeys(_short_name(identity.get(over, "")) for identity in identities))
     charts = []
@@ -310,10 +282,8 @@ def bar_charts(results: Sequence[Record], options: PlotOptions) -> list[Chart]:
                 place = float(groups.index(_short_name(identity.get(over, ""))))
                 bars[name].append((place, mean, std or 0.0))
         series = [with_band(name, points, position) for position, (name, points) in enumerate(bars.items())]
-        unit = _unit(column)
-        charts.append(
-            Chart(column, "", unit, series, kind="bars", is_percent=not is_unscaled(column), categories=groups)
-        )
+        is_percent = not is_unscaled(column)
+        charts.append(Chart(column, "", _unit(column), series, "bars", is_percent, categories=groups))
     return charts
 
 
@@ -333,10 +303,9 @@ def _short_name(at: Any) -> str:
 def _swept_setting(results: Sequence[Record]) -> str:
     """Return the one setting in which runs of the same method differ."""
     identities = [flatten(result.manifest["identity"]) for result in results]
-    swept: dict[str, None] = {}
+    swept: set[str] = set()
     for name in {identity["method.name"] for identity in identities}:
-        same = [identity for identity in identities if identity["method.name"] == name]
-        swept |= dict.fromkeys(differing_settings(same))
+        swept.update(differing_settings([identity for identity in identities if identity["method.name"] == name]))
     if len(swept) != 1:
         which = f"differ in {', '.join(sorted(swept))}" if swept else "differ in no setting"
         raise SettingsError(f"the runs of a method {which}; name one by --x-axis")
@@ -371,29 +340,25 @@ def _summaries(results: Sequence[Record], options: PlotOptions, ids: Sequence[st
     return summaries
 
 
-def ranking_charts(results: Sequence[Record], options: PlotOptions) -> list[Chart]:
+def own_ranking_charts(results: Sequence[Record], options: PlotOptions) -> list[Chart]:
     """Draw the ROC and precision-recall curves of the clients' own test samples."""
-    summaries = _summaries(results, options)
-    return [roc_chart(summaries), precision_recall_chart(summaries)]
+    return ranking_charts(_summaries(results, options))
 
 
 def training_charts(result: Record, kinds: Sequence[str], training: str | None, seed: int | None) -> list[Chart]:
     """Build reliability, decision or rounds of one training: its clients against the unseen."""
     about = find_training(result, training, seed)
-    summaries = {
-        position: (name, summary)
-        for position, (name, key) in enumerate((("clients", "train"), ("unseen", "unseen")))
-        if (summary := pool_scores(about["scores"].get(id, {}) for id in about[key]))
-    }
+    groups = {"clients": about["train"], "unseen": about["unseen"]}
+    pooled = [(name, pool_scores(about["scores"].get(id, {}) for id in ids)) for name, ids in groups.items()]
+    summaries = {position: pair for position, pair in enumerate(pooled) if pair[1]}
     if not summaries and set(kinds) != {"rounds"}:
         raise DataError(f"{result.folder} has no metrics of test samples; run it again to have them")
-    charts = []
-    for kind in kinds:
-        if kind == "rounds":
-            charts.append(_training_rounds(result, training or result.manifest["trainings"][0], seed))
-        else:
-            charts.append(reliability_chart(summaries) if kind == "reliability" else decision_chart(summaries))
-    return charts
+    build: dict[str, Callable[[], Chart]] = {
+        "rounds": lambda: _training_rounds(result, training or result.manifest["trainings"][0], seed),
+        "reliability": lambda: reliability_chart(summaries),
+        "decision": lambda: decision_chart(summaries),
+    }
+    return [build[kind]() for kind in kinds]
 
 
 def _training_rounds(result: Record, training: str, seed: int | None) -> Chart:
@@ -401,9 +366,8 @@ def _training_rounds(result: Record, training: str, seed: int | None) -> Chart:
     seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
     names = {"accuracy": "accuracy, clients", "unseen": "accuracy, unseen"}
     names |= {"clients F1": "macro-F1, clients", "target F1": "macro-F1, unseen"}
-    curves = [
-        curve for curve in round_curves(result, list(names)) if (curve["seed"], curve["training"]) == (seed, training)
-    ]
+    chosen, every = (seed, training), round_curves(result, list(names))
+    curves = [curve for curve in every if (curve["seed"], curve["training"]) == chosen]
     series = [with_band(name, mean_curve(curves, key), place) for place, (key, name) in enumerate(names.items())]
     drawn = [line for line in series if line.points]
     return Chart("Before each round, and as reported", "round", "per cent", drawn)

@@ -4,7 +4,7 @@ Accuracies and metrics are fractions, as in a record's tables, and are shown in 
 `DIGITS_BY_PREFIX` are shown as they are.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from fedvlm.report.runs import differing_settings, find_training, has_unseen_sco
 from fedvlm.storage.files import flatten, slug
 
 if TYPE_CHECKING:
-    from fedvlm.core import Tensors
+    pass
 
 
 CONDITION_NUMBER_KEY, FREEDOM_KEY = "condition number", "degrees of freedom"  # what methods call them
@@ -47,33 +47,26 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _mean_diagnostics(result: Record, seed: int, key: str) -> dict[str, float | None]:
     """By training, the mean over clients of what a method tells of its maps."""
-    return {
-        name: _mean(diagnostics.get(key) for diagnostics in about.get("maps", {}).values())
-        for name, about in read_trainings(result, seed).items()
-    }
+    maps = {name: about.get("maps", {}).values() for name, about in read_trainings(result, seed).items()}
+    return {name: _mean(diagnostics.get(key) for diagnostics in of_clients) for name, of_clients in maps.items()}
 
 
-def _condition_number(result: Record, seed: int) -> Table:
-    return {"condition_number": _mean(_mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).values())}
+def _mean_of(title: str, values: "Callable[[Record, int], Iterable[float | None]]") -> "Column":
+    """Make a column of the mean over some numbers of a seed."""
+    return lambda result, seed: {title: _mean(values(result, seed))}
 
 
 def _condition_number_per_target(result: Record, seed: int) -> Table:
-    return {
-        f"condition_number, target {name}": k
-        for name, k in _mean_diagnostics(result, seed, CONDITION_NUMBER_KEY).items()
-    }
+    diagnostics = _mean_diagnostics(result, seed, CONDITION_NUMBER_KEY)
+    return {f"condition_number, target {name}": k for name, k in diagnostics.items()}
 
 
 def _kappa(result: Record, seed: int) -> Table:
     """Cohen's kappa, the mean over clients: agreement beyond chance, weighted if classes are ordered."""
     out: Table = {}
     for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
-        values = [
-            cohens_kappa(training["scores"][id]["confusion"], is_ordered(result))
-            for training in read_trainings(result, seed).values()
-            for id in training[key]
-            if "confusion" in training["scores"].get(id, {})
-        ]
+        scored = [t["scores"][id] for t in read_trainings(result, seed).values() for id in t[key] if id in t["scores"]]
+        values = [cohens_kappa(s["confusion"], is_ordered(result)) for s in scored if "confusion" in s]
         out[f"kappa, {group}"] = _mean(values)
     return out
 
@@ -93,27 +86,9 @@ def cohens_kappa(confusion: Sequence[Sequence[int]], ordered: bool = False) -> f
     return float(1 - (penalty * observed).sum() / expected) if expected > 0 else None
 
 
-def _degrees_of_freedom(result: Record, seed: int) -> Table:
-    return {"dof": _mean(_mean_diagnostics(result, seed, FREEDOM_KEY).values())}
-
-
 def _lines(result: Record, seed: int) -> list[dict[str, Any]]:
     trainings_of_seed = {f"{seed}-{slug(name)}" for name in read_trainings(result, seed)}
     return [line for line in result.lines() if line["training"] in trainings_of_seed]
-
-
-def _cosine(result: Record, seed: int) -> Table:
-    """Over all rounds: papers do not say over which."""
-    return {"cosine": _mean(line.get("cosine") for line in _lines(result, seed))}
-
-
-def _seconds(result: Record, seed: int) -> Table:
-    return {"seconds per round": _mean(line["seconds"] for line in _lines(result, seed))}
-
-
-def _minutes(result: Record, seed: int) -> Table:
-    seconds = _seconds(result, seed)["seconds per round"]
-    return {"minutes per round": None if seconds is None else seconds / 60}
 
 
 def _trained(result: Record, seed: int) -> Table:
@@ -134,15 +109,12 @@ def _trained(result: Record, seed: int) -> Table:
         if not result.path_of(training, seed, "safetensors").exists():
             continue  # of a page there are no tensors
         shared, local = result.outcome(training, seed)
-        sizes = [_size(tensors, method.traits.training.memory) for tensors in (shared, *local.values())]
+        memory = method.traits.training.memory
+        sizes = [sum(v.numel() for k, v in part.items() if k not in memory) for part in (shared, *local.values())]
         if isinstance(method, Factored):
             sizes[0] = _uploaded(result, seed)
         counts += [sizes[0] + local_size for local_size in sizes[1:]]
     return {"trained": _mean(counts) if identity["channel"] == asdict(Channel()) else None}
-
-
-def _size(tensors: "Tensors", without: Container[str]) -> int:
-    return sum(value.numel() for key, value in tensors.items() if key not in without)
 
 
 def _uploaded(result: Record, seed: int) -> int:
@@ -171,10 +143,8 @@ def _accuracy_columns(result: Record, seed: int) -> Table:
 
 def _personal_per_target(result: Record, seed: int) -> Table:
     accuracies = accuracy_matrix(result, seed)
-    return {
-        f"P, target {target}": _mean(value for k, value in row.items() if k != target)
-        for target, row in accuracies.items()
-    }
+    rows = {target: [value for k, value in row.items() if k != target] for target, row in accuracies.items()}
+    return {f"P, target {target}": _mean(values) for target, values in rows.items()}
 
 
 def _comprehensive_per_target(result: Record, seed: int) -> Table:
@@ -191,23 +161,12 @@ def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
     return [accuracies for accuracies in accuracies_by_training if accuracies]
 
 
-def _worst(result: Record, seed: int) -> Table:
-    return {"worst client": _mean(min(accuracies) for accuracies in _client_accuracies(result, seed))}
-
-
-def _spread(result: Record, seed: int) -> Table:
-    several = [accuracies for accuracies in _client_accuracies(result, seed) if len(accuracies) > 1]
-    return {"spread over clients": _mean(stdev(accuracies) for accuracies in several)}
-
-
 def _average(result: Record, seed: int) -> Table:
     """Every metric over the clients that trained and the unseen ones, each counting the same."""
     out: Table = {}
     for name in METRICS if has_unseen_scores(result) else ():
-        metric_values = [
-            mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
-            for training in read_trainings(result, seed).values()
-        ]
+        trainings = read_trainings(result, seed).values()
+        metric_values = [mean_metric(t["scores"], (*t["train"], *t["unseen"]), name) for t in trainings]
         out[f"average {name}"] = _mean(metric_values)
     return out
 
@@ -235,11 +194,9 @@ def _has_score_counts(about: Mapping[str, Any], id: str) -> bool:
 
 def _area(kind: str) -> "Column":
     def column(result: Record, seed: int) -> Table:
-        curves = [
-            ranking_curve(result, kind, name, seed)
-            for name, about in read_trainings(result, seed).items()
-            if any(_has_score_counts(about, id) for id in about["train"])
-        ]
+        trainings = read_trainings(result, seed).items()
+        names = [name for name, about in trainings if any(_has_score_counts(about, id) for id in about["train"])]
+        curves = [ranking_curve(result, kind, name, seed) for name in names]
         return {f"{kind} area": _mean(area_under_curve(points, kind) for points in curves if points)}
 
     return column
@@ -266,12 +223,8 @@ def _findings(result: Record, seed: int) -> Table:
     trainings = read_trainings(result, seed).values()
     for number, finding in enumerate(result.manifest["classes"] if result.manifest.get("multi_label") else ()):
         for name in ("AUC", "AP"):
-            by_client = [
-                training["scores"][id]["findings"][number].get(name)
-                for training in trainings
-                for id in training["train"]
-                if "findings" in training["scores"].get(id, {})
-            ]
+            scored = [training["scores"].get(id, {}) for training in trainings for id in training["train"]]
+            by_client = [scores["findings"][number].get(name) for scores in scored if "findings" in scores]
             out[f"{name} {finding}"] = _mean(by_client)
     return out
 
@@ -280,19 +233,24 @@ Column = Callable[[Record, int], Table]  # of a run and one of its seeds
 COLUMNS: dict[str, Column] = {
     **{name: _metric(name) for name in dict.fromkeys((*METRICS, *findings.METRICS))},
     "findings": _findings,
-    "condition_number": _condition_number,
+    "condition_number": _mean_of(
+        "condition_number", lambda run, seed: _mean_diagnostics(run, seed, CONDITION_NUMBER_KEY).values()
+    ),
     "condition_number-per-target": _condition_number_per_target,
     "kappa": _kappa,
-    "cosine": _cosine,
-    "dof": _degrees_of_freedom,
-    "seconds": _seconds,
-    "minutes": _minutes,
+    # over all rounds: papers do not say over which
+    "cosine": _mean_of("cosine", lambda run, seed: (line.get("cosine") for line in _lines(run, seed))),
+    "dof": _mean_of("dof", lambda run, seed: _mean_diagnostics(run, seed, FREEDOM_KEY).values()),
+    "seconds": _mean_of("seconds per round", lambda run, seed: (line["seconds"] for line in _lines(run, seed))),
+    "minutes": _mean_of("minutes per round", lambda run, seed: (line["seconds"] / 60 for line in _lines(run, seed))),
     "trained": _trained,
     "A[j][i]": _accuracy_columns,
     "P-per-target": _personal_per_target,
     "C-per-target": _comprehensive_per_target,
-    "worst": _worst,
-    "spread": _spread,
+    "worst": _mean_of("worst client", lambda run, seed: map(min, _client_accuracies(run, seed))),
+    "spread": _mean_of(
+        "spread over clients", lambda run, seed: (stdev(each) for each in _client_accuracies(run, seed) if each[1:])
+    ),
     "average": _average,
     "rows": _rows,
     **{kind: _area(kind) for kind in CURVES},

@@ -108,10 +108,8 @@ def data_report(settings: Settings, min_count: int, progress: Progress) -> DataR
         )
     hidden = [any(report.counts[place] is None for report in reports) for place in range(len(rows.classes))]
     # A total beside a single suppressed count would reveal it.
-    total = [
-        None if is_hidden else int(count)
-        for count, is_hidden in zip(np.sum(list(counts.values()), axis=0), hidden, strict=True)
-    ]
+    sums = np.sum(list(counts.values()), axis=0).tolist()
+    total = [None if is_hidden else count for count, is_hidden in zip(sums, hidden, strict=True)]
     return DataReport(rows.name, rows.encoder, list(rows.classes), min_count, total, reports, list(notes))
 
 
@@ -129,17 +127,12 @@ def site_rows(prepared: Prepared) -> dict[str, NDArray[np.int64]]:
     if partition in ("own", "domain"):
         column = rows.clients if partition == "own" else rows.domains
         return {id: np.flatnonzero(column == id) for id in prepared.partition.clients}
-    return {
-        id: np.sort(np.concatenate([getattr(client, split) for split in SPLIT_NAMES]))
-        for id, client in prepared.partition.clients.items()
-    }
+    members = prepared.partition.clients.items()
+    return {id: np.sort(np.concatenate([getattr(client, split) for split in SPLIT_NAMES])) for id, client in members}
 
 
 def distances_to_rest(
-    id: str,
-    counts: Mapping[str, NDArray[np.int64]],
-    sums: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int],
+    id: str, counts: Mapping[str, NDArray[np.int64]], sums: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
 ) -> Distances:
     """Return the distance of mean embeddings, the same by chance, and the total variation of class frequencies.
 
@@ -161,18 +154,14 @@ def federation_gains(prepared: Prepared) -> dict[str, dict[str, Any]]:
     rows, out = prepared.rows, {}
     settings = replace(prepared.settings, seeds=(prepared.seed,))
     with tempfile.TemporaryDirectory() as folder:
-        records = [
-            execute(replace(settings, method=make(name)), f"{folder}/{name}", embedded=rows)
-            for name in ("ridge", "alone")
-        ]
+        runs = {name: replace(settings, method=make(name)) for name in ("ridge", "alone")}
+        records = [execute(run, f"{folder}/{name}", embedded=rows) for name, run in runs.items()]
         for id, client in prepared.partition.clients.items():
             index = torch.from_numpy(client.validation)
             if not len(index):
                 continue
-            correct = [
-                client_classifier(record, id).logits(rows.x[index]).argmax(1).numpy() == rows.labels[client.validation]
-                for record in records
-            ]
+            logits = [client_classifier(record, id).logits(rows.x[index]) for record in records]
+            correct = [values.argmax(1).numpy() == rows.labels[client.validation] for values in logits]
             gain = compare_correct(*correct)
             out[id] = gain | {"helps": VERDICTS[gain["helps"]]}
     return out
@@ -209,14 +198,8 @@ def measure_images(
         progress("reading images", number + 1, len(members))
         if sizes:
             width, height = np.median(np.array(sizes), axis=0).astype(int).tolist()
-            out[id] = {
-                "measured": len(sizes),
-                "width": width,
-                "height": height,
-                "n_sizes": len(set(sizes)),
-                "mean": float(np.mean(means)),
-                "contrast": float(np.mean(stds)),
-            }
+            out[id] = {"measured": len(sizes), "width": width, "height": height, "n_sizes": len(set(sizes))}
+            out[id] |= {"mean": float(np.mean(means)), "contrast": float(np.mean(stds))}
     return out
 
 
@@ -255,11 +238,8 @@ def write_report(report: DataReport, path: Path) -> Path:
 
 def headline(report: DataReport) -> list[tuple[str, str]]:
     """Return what deserves attention before training."""
-    far = [
-        site.site
-        for site in report.sites
-        if site.distances is not None and site.distances.embeddings > FAR_RATIO * site.distances.by_chance
-    ]
+    measured = [(site.site, site.distances) for site in report.sites if site.distances is not None]
+    far = [name for name, distances in measured if distances.embeddings > FAR_RATIO * distances.by_chance]
     out = [("Sites that differ from the others", ", ".join(far) or "none")]
     titles = {"likely": "Federating likely helps", "unlikely": "Federating likely harms", "unclear": "Not clear"}
     for word, title in titles.items():

@@ -34,7 +34,7 @@ def write_folder(
     document = {
         "format": EXPERIMENT_FORMAT,
         "title": title,
-        "runs": [_relative_path(run.folder, folder) for run in runs],
+        "runs": [str(r.folder.relative_to(folder) if r.folder.is_relative_to(folder) else r.folder) for r in runs],
         "table": tables.table_rows(runs, extra_columns),
         "scores": tables.tidy_rows(runs, extra_columns),
     }
@@ -49,10 +49,6 @@ def with_earlier_runs(folder: Path, runs: Sequence[Record]) -> list[Record]:
     """Return the runs with those that the folder's table already lists."""
     current = {run.folder.resolve() for run in runs}
     return [*runs, *(Record(path) for path in listed_runs(folder) if path.resolve() not in current)]
-
-
-def _relative_path(run: Path, folder: Path) -> str:
-    return str(run.relative_to(folder)) if run.is_relative_to(folder) else str(run)
 
 
 CACHE_FILE = ".shown.json"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fedvlm.encoders.images import Pixels, decode
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown_name
 from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.methods._prompts import class_features
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.report.runs import identities_of, run_names
 
@@ -57,10 +59,8 @@ def explain(
     result = run if isinstance(run, Record) else Record(Path(run))
     method = make(**result.manifest["identity"]["method"])
     if not isinstance(method, Matching):
-        raise SettingsError(
-            f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
-            "prompts; explain a run of fedotp"
-        )
+        reason = f"{method.name}, which moves nothing between patches and prompts"
+        raise SettingsError(f"{result.folder} is a run of {reason}; explain a run of fedotp")
     decoded = read_image(Path(image))
     classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
     return explain_image(classifier, reopen_encoder(classifier.encoder), decoded, name, gammas)
@@ -85,10 +85,8 @@ def explain_image(
     shape = (2, *patch_grid(count, *pixels.shape[1:]))
     trained = method.gamma if method.transport == "unbalanced" else None
     gamma_values = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
-    transport_plans = {
-        gamma: count * transport_plan(cosines, "unbalanced", gamma, method.entropy_reg)
-        for gamma in sorted(gamma_values)
-    }
+    solve = partial(transport_plan, cosines, "unbalanced", entropy_reg=method.entropy_reg)
+    transport_plans = {gamma: count * solve(gamma) for gamma in sorted(gamma_values)}
     return Explanation(
         client=classifier.client,
         name=frozen.classes[number],
@@ -115,10 +113,7 @@ def patch_grid(patches: int, height: int, width: int) -> tuple[int, int]:
     """Return rows and columns of square patches that fill an image."""
     rows = max(1, round(sqrt(patches * height / width)))
     if patches % rows or abs(height / rows - width * rows / patches) > 1:
-        raise EncoderError(
-            f"{patches} patches do not tile an image of {height} x {width} pixels; take an "
-            "encoder whose patches are square"
-        )
+        raise EncoderError(f"{patches} patches do not tile {height} x {width} pixels; take square patches")
     return rows, patches // rows
 
 
@@ -144,21 +139,14 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
     identity = result.manifest["identity"]
     local = local_prompts(result, seed)
     if not local:
-        raise SettingsError(
-            f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no "
-            "prompt; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
-        )
+        problem = f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no prompt"
+        raise SettingsError(f"{problem}; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop")
     if len(local) < MIN_PROMPTS:
-        raise SettingsError(
-            f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
-            f"{MIN_PROMPTS} clients or more, as clients.partition = 'dirichlet' makes them"
-        )
-    return PromptMap(
-        title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",
-        clients=tuple(local),
-        groups=tuple(_group(result, id) for id in local),
-        places=plane_positions(list(local.values())),
-    )
+        remedy = f"show a run with {MIN_PROMPTS} clients or more, as clients.partition = 'dirichlet' makes them"
+        raise SettingsError(f"{result.folder} has {len(local)} local prompts, too few for a map; {remedy}")
+    title = f"local prompts of {identity['method']['name']} on {result.manifest['data']}"
+    groups = tuple(_group(result, id) for id in local)
+    return PromptMap(title, tuple(local), groups, plane_positions(list(local.values())))
 
 
 def _group(result: Record, id: str) -> str:
@@ -172,16 +160,14 @@ def _group(result: Record, id: str) -> str:
 
 def plane_positions(prompts: Sequence[Tensor]) -> Floats:
     """Place prompts on a plane by exact t-SNE, (prompts, 2) of unit spread; the same prompts give the same map."""
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise SettingsError("a map of prompts needs scikit-learn; pip install 'fedvlm[plot]'") from error
+    manifold = require("sklearn.manifold", "a map of prompts needs scikit-learn", "plot")
     x = np.stack([prompt.double().numpy().reshape(-1) for prompt in prompts])
     if not np.ptp(x, axis=0).any():
         return np.zeros((len(x), 2))
     perplexity = max(1.0, min(30.0, (len(x) - 1) / 3))
     init = "pca" if x.shape[1] > 1 else "random"
-    places: Floats = TSNE(perplexity=perplexity, init=init, method="exact", random_state=0).fit_transform(x - x.mean(0))
+    tsne = manifold.TSNE(perplexity=perplexity, init=init, method="exact", random_state=0)
+    places: Floats = tsne.fit_transform(x - x.mean(0))
     return places / max(float(places.std()), 1e-300)
 
 
@@ -202,9 +188,7 @@ def prompt_heatmaps(
         tensors = {"shared": classifier.shared.get("prompt"), "local": local}
         prompts = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and tensor.ndim == 2}
         if not prompts:
-            raise SettingsError(
-                f"{result.folder} is a run of {title}, which has no prompts; name runs of fedotp, promptfl or coop"
-            )
+            raise SettingsError(f"{result.folder} is a run of {title} without prompts; name one of fedotp or coop")
         encoder, frozen = reopen_encoder(classifier.encoder), classifier.frozen
         preprocess: Any = encoder.preprocess
         pixels = preprocess(decoded)

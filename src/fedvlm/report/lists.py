@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from inspect import getdoc, getmodule, signature
 from typing import Any
 
@@ -30,9 +31,8 @@ def method_sentence(method: object) -> str:
 def list_encoders() -> list[Row]:
     from fedvlm.encoders import encoders
 
-    return [
-        {"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.summary} for kind in encoders().values()
-    ]
+    kinds = encoders().values()
+    return [{"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.summary} for kind in kinds]
 
 
 def list_datasets() -> list[Row]:
@@ -56,14 +56,9 @@ def list_datasets() -> list[Row]:
 def list_data() -> list[Row]:
     from fedvlm.data import kinds
 
-    return [
-        {
-            "data": f"{word}:PLACE",
-            "options": ", ".join(list(signature(reader).parameters)[1:]),
-            "what": _first_sentence(reader),
-        }
-        for word, reader in kinds().items()
-    ]
+    options = {word: ", ".join(list(signature(reader).parameters)[1:]) for word, reader in kinds().items()}
+    sentences = {word: _first_sentence(reader) for word, reader in kinds().items()}
+    return [{"data": f"{word}:PLACE", "options": options[word], "what": sentences[word]} for word in options]
 
 
 def list_metrics() -> list[Row]:
@@ -75,10 +70,8 @@ def list_metrics() -> list[Row]:
 def list_protocols() -> list[Row]:
     from fedvlm.evaluate.protocols import protocols
 
-    return [
-        {"protocol": name, "settings": ", ".join(field.name for field in fields(rules)), "what": rules.summary}
-        for name, rules in protocols().items()
-    ]
+    settings = {name: ", ".join(field.name for field in fields(rules)) for name, rules in protocols().items()}
+    return [{"protocol": k, "settings": settings[k], "what": rules.summary} for k, rules in protocols().items()]
 
 
 def _first_sentence(documented: object) -> str:
@@ -92,12 +85,6 @@ def list_experiments() -> list[Row]:
     return [{"experiment": name, "title": read_toml(path).get("title", "")} for name, path in experiments().items()]
 
 
-def list_papers() -> list[Row]:
-    from fedvlm.report.papers import coverage
-
-    return coverage()
-
-
 LISTS: dict[str, Callable[[], list[Row]]] = {
     "methods": list_methods,
     "encoders": list_encoders,
@@ -106,5 +93,5 @@ LISTS: dict[str, Callable[[], list[Row]]] = {
     "metrics": list_metrics,
     "protocols": list_protocols,
     "experiments": list_experiments,
-    "papers": list_papers,
+    "papers": lambda: import_module("fedvlm.report.papers").coverage(),
 }

@@ -56,31 +56,23 @@ class PaperCell:
 def compare_with_paper(name: str, results: Sequence[Record]) -> list[PaperCell]:
     """Return all printed numbers of a table or figure with the closest run of each."""
     theirs = numbers()[find_item(name).name]
-    requested = {
-        name for number in theirs for start, name in COLUMN_BY_PREFIX.items() if number.column.startswith(start)
-    }
-    column_statistics = [_run_columns(number, requested, results) for number in results]
+    requested = {name for start, name in COLUMN_BY_PREFIX.items() if any(n.column.startswith(start) for n in theirs)}
+    column_statistics = []
+    for result in results:
+        tables_of_run = (result.tables, compute_columns(result, sorted(requested)), _zero_shot_gains(result, results))
+        statistics: dict[str, tuple[float | None, float | None]] = {}
+        for seed_tables in tables_of_run:
+            statistics |= metrics.mean_and_std(seed_tables)
+        column_statistics.append(statistics)
     return [_cell(number, results, column_statistics) for number in theirs]
-
-
-def _run_columns(result: Record, requested: set[str], results: Sequence[Record]) -> ColumnStatistics:
-    extra_statistics = metrics.mean_and_std(compute_columns(result, sorted(requested))) if requested else {}
-    return {
-        **metrics.mean_and_std(result.tables),
-        **extra_statistics,
-        **metrics.mean_and_std(_zero_shot_gains(result, results)),
-    }
 
 
 def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.Table]:
     """Return the gains of a run over zero-shot on unseen clients, seed by seed."""
     identity = result.manifest["identity"]
-    base = [
-        run
-        for run in results
-        if run.manifest["identity"]["method"]["name"] == "zero-shot"
-        and all(run.manifest["identity"][key] == identity[key] for key in SHARED_SETTINGS)
-    ]
+    identities = [(run, run.manifest["identity"]) for run in results]
+    zero_shot = [(run, other) for run, other in identities if other["method"]["name"] == "zero-shot"]
+    base = [run for run, other in zero_shot if all(other[key] == identity[key] for key in SHARED_SETTINGS)]
     out: list[metrics.Table] = [{} for _ in result.tables]
     for table, theirs, gain in zip(result.tables, base[0].tables if base else [], out, strict=False):
         for key, value in table.items():
@@ -92,11 +84,9 @@ def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.
 
 def _cell(number: PrintedNumber, results: Sequence[Record], column_statistics: Sequence[ColumnStatistics]) -> PaperCell:
     expected = {"data": number.data, **find_item(number.name).settings, **number.settings}
-    able = [
-        (len(differences(expected, candidate.manifest["identity"])), place)
-        for place, candidate in enumerate(results)
-        if matches_method(number, candidate.manifest["identity"])
-    ]
+    identities = [candidate.manifest["identity"] for candidate in results]
+    matching = [place for place, other in enumerate(identities) if matches_method(number, other)]
+    able = [(len(differences(expected, identities[place])), place) for place in matching]
     if not able:
         return PaperCell(number, None, None, None, None)
     place = min(able)[1]
@@ -114,9 +104,7 @@ def items_of(results: Sequence[Record]) -> list[str]:
     """Return the tables and figures that the experiments of some runs reproduce."""
     named = [item for run in results for item in run.manifest.get("reproduces", ())]
     if not named:
-        raise SettingsError(
-            "none of these runs is of an experiment that reproduces a table; name one, as --item fedot-v1/T1"
-        )
+        raise SettingsError("none of these runs reproduces a table; name one, as --item fedot-v1/T1")
     return list(dict.fromkeys(named))
 
 
@@ -164,11 +152,9 @@ Columns = dict[str, dict[str, PaperCell]]  # by heading: cells by row
 def _open_settings(number: PrintedNumber) -> str:
     """Return the settings, other than the method's, in which the numbers of an item differ."""
     all_settings = [settings.settings for settings in numbers()[number.name]]
-    words = [
-        f"{key}={_value(value)}"
-        for key, value in number.settings.items()
-        if not key.startswith("method.") and any(settings.get(key) != value for settings in all_settings)
-    ]
+    rest = {key: value for key, value in number.settings.items() if not key.startswith("method.")}
+    open_ = {key for key in rest if any(settings.get(key) != rest[key] for settings in all_settings)}
+    words = [f"{key}={_value(value)}" for key, value in rest.items() if key in open_]
     return ", ".join(words)
 
 
@@ -181,14 +167,11 @@ def _row_names(cells: Sequence[PaperCell]) -> list[str]:
     keys = [(cell.number.row, cell.number.data, _open_settings(cell.number), cell.number.column) for cell in cells]
     if len(set(keys)) == len(keys):
         return [cell.number.row for cell in cells]
-    return [
-        " ".join([cell.number.row, *(f"{k[7:]}={v}" for k, v in _method_settings(cell.number).items())])
-        for cell in cells
-    ]
-
-
-def _method_settings(number: PrintedNumber) -> dict[str, Any]:
-    return {key: value for key, value in number.settings.items() if key.startswith("method.")}
+    rows = []
+    for cell in cells:
+        settings = [f"{k[7:]}={v}" for k, v in cell.number.settings.items() if k.startswith("method.")]
+        rows.append(" ".join([cell.number.row, *settings]))
+    return rows
 
 
 def _split_tables(cells: Sequence[PaperCell]) -> list[tuple[str, Columns]]:

@@ -3,13 +3,13 @@
 import csv
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import product
-from math import hypot, isfinite
+from math import hypot
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from fedvlm.data.clients import PartitionKind
 from fedvlm.errors import DataError, SettingsError
@@ -20,11 +20,10 @@ from fedvlm.runner.experiments import experiment_runs
 from fedvlm.runner.settings import Settings, build, override
 from fedvlm.storage.files import flatten
 
-STATUSES = ("ok", "void", "copied")
-ITEM_KINDS = ("table", "figure")
-ROUNDS = ("", "last", "validation", "oracle", "not said")
 LOWER_IS_BETTER = ("condition_number", "minutes", "ECE", "target ECE")  # how columns begin in which less is better
 Values = Mapping[str, Any]  # settings by their dotted names, as `--set` has them
+Readers = dict[str, Callable[[str], Any]]  # of the cells of a column
+Row = TypeVar("Row")
 VerdictWord = Literal["met", "within noise", "differs", "suspicious", "void", "not comparable"]
 
 
@@ -101,14 +100,30 @@ def papers_folder() -> Path:
     raise DataError("the papers' numbers are not there; install fedvlm again")
 
 
-def items(place: Path | None = None) -> dict[str, Item]:
-    """Return all tables and figures by name, e.g. fedot-v1/T1, of a folder or of those shipped."""
-    return _items(place or papers_folder())
+@cache
+def items() -> dict[str, Item]:
+    """Return all tables and figures by name, e.g. fedot-v1/T1."""
+    read: Readers = {"numbers": int, "settings": parse_settings, "needs": lambda text: tuple(text.split())}
+    read |= {"wants": lambda text: tuple(tomllib.loads(f"all = {text}")["all"]) if text else ()}
+    return {item.name: item for item in _read("items", Item, read)}
 
 
-def numbers(place: Path | None = None) -> dict[str, tuple[PrintedNumber, ...]]:
+@cache
+def numbers() -> dict[str, tuple[PrintedNumber, ...]]:
     """Return the numbers of each table and figure in the order of print."""
-    return _numbers(place or papers_folder())
+    read: Readers = {"value": float, "line": int, "settings": parse_settings}
+    read |= {"deviation": lambda text: float(text) if text else None}
+    printed: dict[str, list[PrintedNumber]] = {name: [] for name in items()}
+    for document in dict.fromkeys(item.document for item in items().values()):
+        for number in _read(document, PrintedNumber, read):
+            printed[number.name].append(number)
+    return {name: tuple(cells) for name, cells in printed.items()}
+
+
+def _read(name: str, kind: type[Row], read: Readers) -> list[Row]:
+    """Read a file of the papers' numbers, which tests check."""
+    with (papers_folder() / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return [kind(**{key: read.get(key, str)(text) for key, text in row.items()}) for row in csv.DictReader(file)]
 
 
 def find_item(name: str) -> Item:
@@ -122,101 +137,9 @@ def find_item(name: str) -> Item:
 
 
 @cache
-def _items(place: Path) -> dict[str, Item]:
-    read: dict[str, Callable[[str], Any]] = {"numbers": _parse_int, "settings": parse_settings}
-    read |= {"wants": _parse_grids, "needs": lambda text: tuple(text.split()), "kind": _parse_choice(ITEM_KINDS)}
-    items_by_name: dict[str, Item] = {}
-    for line, values in _lines(place / "items.csv", [field.name for field in fields(Item)], read):
-        item = Item(**values)
-        if item.name in items_by_name:
-            raise _line_error(place / "items.csv", line, f"{item.name} is there twice")
-        items_by_name[item.name] = item
-    return items_by_name
-
-
-@cache
-def _numbers(place: Path) -> dict[str, tuple[PrintedNumber, ...]]:
-    known_items = _items(place)
-    numbers_by_item: dict[str, dict[object, PrintedNumber]] = {name: {} for name in known_items}
-    read: dict[str, Callable[[str], Any]] = {"value": _parse_float, "line": _parse_int}
-    read |= {"deviation": lambda text: _parse_float(text) if text else None, "settings": parse_settings}
-    read |= {"status": _parse_choice(STATUSES), "round": _parse_choice(ROUNDS)}
-    for document in dict.fromkeys(item.document for item in known_items.values()):
-        path = place / f"{document}.csv"
-        for line, values in _lines(path, [number.name for number in fields(PrintedNumber)], read):
-            number = PrintedNumber(**values)
-            if number.name not in known_items or number.name.rpartition("/")[0] != document:
-                raise _line_error(path, line, f"{number.name} is no table or figure of items.csv")
-            if number.status != "ok" and not number.reason:
-                raise _line_error(path, line, f"it is {number.status}, and does not say why")
-            key = (number.row, number.data, number.method, repr(number.settings), number.column)
-            if key in numbers_by_item[number.name]:
-                raise _line_error(path, line, "this number is there twice")
-            numbers_by_item[number.name][key] = number
-    return {name: tuple(cells.values()) for name, cells in numbers_by_item.items()}
-
-
-def _lines(
-    path: Path, columns: list[str], read: Mapping[str, Callable[[str], Any]]
-) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Yield line numbers and values of a file; an invalid line is refused."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}; install fedvlm again") from error
-    if not rows or rows[0][1] != columns:
-        raise _line_error(path, 1, f"its columns must be {', '.join(columns)}")
-    for line, row in rows[1:]:
-        if len(row) != len(columns):
-            raise _line_error(path, line, f"it has {len(row)} cells and not {len(columns)}")
-        values: dict[str, Any] = {}
-        for key, text in zip(columns, row, strict=True):
-            try:
-                values[key] = read.get(key, str)(text)
-            except ValueError as error:
-                raise _line_error(path, line, f"{key} = {text!r} does not fit: {error}") from error
-        yield line, values
-
-
-def _line_error(path: Path, line: int, problem: str) -> DataError:
-    return DataError(f"{path}, line {line}: {problem}; mend that line, or install fedvlm again")
-
-
-def _parse_float(text: str) -> float:
-    if not isfinite(value := float(text)):
-        raise ValueError("it takes a number")
-    return value
-
-
-def _parse_int(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("it takes a whole number")
-    return int(text)
-
-
-def _parse_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"it takes one of {', '.join(map(repr, choices))}")
-        return text
-
-    return read
-
-
-@cache
 def parse_settings(text: str) -> Values:
     """`method.blocks = 4, method.head = 'text'` by dotted names."""
     return flatten(tomllib.loads(f"all = {{{text}}}")["all"])
-
-
-def _parse_grids(text: str) -> tuple[Mapping[str, Any], ...]:
-    grids = tuple(tomllib.loads(f"all = {text}")["all"]) if text else ()
-    for grid in grids:
-        if not isinstance(grid, dict) or not {"data"} <= set(grid) <= {"data", "methods", "sweep"}:
-            raise ValueError("it takes tables of data, methods and sweep")
-    return grids
 
 
 def differences(expected: Values, identity: Mapping[str, Any]) -> list[str]:
@@ -293,12 +216,8 @@ STATES: tuple[State, ...] = ("full", "partly", "not")
 # Which of the pictures that items ask for there are; what is built is added here.
 OTHER_FEATURES = ("plot:plans", "plot:kite", "column:gain")
 # Pictures of `fedvlm plot` that items know by another name.
-PLOT_ALIASES = {
-    "plot:counts": "sweep",
-    "plot:partition-by-domain": "partition",
-    "plot:tsne-by-superclass": "tsne",
-    "plot:heat-of-one-prompt": "heat",
-}
+PLOT_ALIASES = {"plot:counts": "sweep", "plot:partition-by-domain": "partition"}
+PLOT_ALIASES |= {"plot:tsne-by-superclass": "tsne", "plot:heat-of-one-prompt": "heat"}
 
 
 @dataclass(frozen=True)
@@ -384,31 +303,20 @@ def coverage() -> list[dict[str, Any]]:
 
     "on real data" counts items that were run on the data of the paper.
     """
-    covered_items = all_coverage()
-    documents = list(dict.fromkeys(covered_item.item.document for covered_item in covered_items))
     out = []
-    for document in (*documents, "all"):
-        items_of_document = [
-            covered_item for covered_item in covered_items if document in ("all", covered_item.item.document)
-        ]
-        states = {
-            f"{state}": sum(covered_item.state == state for covered_item in items_of_document) for state in STATES
-        }
-        ran = sum(bool(covered_item.item.run) for covered_item in items_of_document)
-        printed = sum(covered_item.item.numbers for covered_item in items_of_document)
-        row = {"document": document, "items": len(items_of_document), **states, "on real data": ran}
-        out.append({**row, "numbers": printed, "detail": [_detail(covered_item) for covered_item in items_of_document]})
+    for document in (*dict.fromkeys(covered.item.document for covered in all_coverage()), "all"):
+        selected = [covered for covered in all_coverage() if document in ("all", covered.item.document)]
+        row: dict[str, Any] = {"document": document, "items": len(selected)}
+        row |= {state: sum(covered.state == state for covered in selected) for state in STATES}
+        row["on real data"] = sum(bool(covered.item.run) for covered in selected)
+        row["numbers"] = sum(covered.item.numbers for covered in selected)
+        out.append({**row, "detail": [_detail(covered) for covered in selected]})
     return out
 
 
-def _detail(covered_item: CoveredItem) -> dict[str, Any]:
-    return {
-        "item": covered_item.item.name,
-        "what": covered_item.item.title,
-        "state": covered_item.state,
-        "experiments": list(covered_item.experiments),
-        "lacks": list(covered_item.missing),
-    }
+def _detail(covered: CoveredItem) -> dict[str, Any]:
+    item = {"item": covered.item.name, "what": covered.item.title, "state": covered.state}
+    return {**item, "experiments": list(covered.experiments), "lacks": list(covered.missing)}
 
 
 def settings_of_item(
@@ -438,7 +346,6 @@ def settings_of_item(
             settings = build(override(merged, assignments))
             settings_by_identity.setdefault(repr(settings.identity()), settings)
     if not settings_by_identity:
-        raise SettingsError(
-            f"no experiment runs {item.name} ({item.title}) yet; `fedvlm list papers --json` says what it lacks"
-        )
+        remedy = "`fedvlm list papers --json` says what it lacks"
+        raise SettingsError(f"no experiment runs {item.name} ({item.title}) yet; {remedy}")
     return named, list(settings_by_identity.values())

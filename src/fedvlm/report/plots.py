@@ -9,6 +9,7 @@ import numpy as np
 
 from fedvlm.data.splits import Ints
 from fedvlm.errors import DataError, SettingsError, unknown_name
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.report import charts
 from fedvlm.report.charts import PLOT_KINDS, BubbleChart, Chart, PlotOptions
@@ -40,9 +41,8 @@ def draw_runs(kind: str, results: Sequence[Record], out: str | Path, **given: An
     options = PlotOptions(**given)
     for option, kinds in OPTION_USES.items():
         if getattr(options, option) and kind not in kinds:
-            raise SettingsError(
-                f"--{OPTION_NAMES.get(option, option)} has no use for a plot of kind {kind}; leave it out"
-            )
+            name = OPTION_NAMES.get(option, option)
+            raise SettingsError(f"--{name} has no use for a plot of kind {kind}; leave it out")
     if kind == "tsne":
         if len(results) != 1:
             raise SettingsError(f"a t-SNE map is of one run, and {len(results)} are named; name one")
@@ -57,14 +57,13 @@ def draw_runs(kind: str, results: Sequence[Record], out: str | Path, **given: An
 def run_charts(kind: str, results: Sequence[Record], options: PlotOptions) -> list[Chart]:
     """Return the charts of a kind of plot."""
     if kind in ("reliability", "decision"):
-        build = charts.reliability_chart if kind == "reliability" else charts.decision_chart
-        return charts.client_charts(results, options, build)
+        return charts.client_charts(results, options, getattr(charts, f"{kind}_chart"))
     if kind == "subgroups":
         names = run_names(identities_of(results))
         tables = [subgroup_tables(result, options.columns) for result in results]
         return subgroup_charts(list(zip(names, tables, strict=True)))
     builders = {"rounds": charts.rounds_charts, "sweep": charts.sweep_charts, "bars": charts.bar_charts}
-    return {**builders, "roc": charts.ranking_charts}[kind](results, options)
+    return {**builders, "roc": charts.own_ranking_charts}[kind](results, options)
 
 
 def draw_diagrams(result: Record, out: str | Path, training: str | None = None, seed: int | None = None) -> Path:
@@ -86,11 +85,8 @@ def diagram(result: Record, kinds: Sequence[str], training: str | None = None, s
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of that many inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingsError("plots are drawn by matplotlib; pip install 'fedvlm[plot]'") from error
-    return Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
+    module = require("matplotlib.figure", "plots are drawn by matplotlib", "plot")
+    return module.Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
 
 
 def save_figure(figure: Any, out: str | Path) -> Path:
@@ -239,10 +235,8 @@ def _draw_counts(panel: Any, chart: BubbleChart, domains: Sequence[str], cell: f
             (class_ids,) = np.nonzero(row)
             panel.scatter([client] * len(class_ids), class_ids, area(row[class_ids]), colour, lw=0)
     if not is_kite:
-        handles = [
-            panel.scatter([], [], area(count), MUTED_COLOUR, lw=0, label=f"{count:,}")
-            for count in charts.size_legend(largest)
-        ]
+        sizes = {count: {"lw": 0, "label": f"{count:,}"} for count in charts.size_legend(largest)}
+        handles = [panel.scatter([], [], area(count), MUTED_COLOUR, **look) for count, look in sizes.items()]
         legend = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}
         panel.add_artist(panel.legend(handles=handles, title="samples", title_fontsize=8, **legend))
         for handle in handles:
@@ -277,9 +271,8 @@ def draw_explanation(explained: Explanation, out: str | Path) -> Path:
     for column, (title, values) in enumerate(panels, start=1):
         pair = axes[:, column]
         for axis, patch_values in zip(pair, values, strict=True):
-            drawn_image = overlay_patches(
-                hide_ticks(axis), explained.image, patch_values, float(values.min()), float(values.max())
-            )
+            low, high = float(values.min()), float(values.max())
+            drawn_image = overlay_patches(hide_ticks(axis), explained.image, patch_values, low, high)
         pair[0].set_title(title, fontsize=10, color=TEXT_COLOUR)
         bar = colorbar_below(figure, drawn_image, list(pair))
         bar.ax.tick_params(labelsize=8, colors=TEXT_COLOUR)
@@ -317,12 +310,8 @@ def overlay_patches(axis: Any, image: Any, values: Any, low: float, high: float)
 
 
 def legend(axis: Any, explained: Explanation) -> None:
-    lines = [
-        ("class", explained.name),
-        ("client", explained.client),
-        ("probability", f"{explained.probability:.1%}"),
-        ("answer", explained.likeliest),
-    ]
+    lines = [("class", explained.name), ("client", explained.client)]
+    lines += [("probability", f"{explained.probability:.1%}"), ("answer", explained.likeliest)]
     for place, (word, value) in enumerate(lines):
         y = 0.9 - 0.24 * place
         axis.text(0.02, y, word, fontsize=8, color=MUTED_COLOUR, transform=axis.transAxes, va="center")

@@ -1,9 +1,9 @@
 """Read finished runs: their names, the settings in which they differ, and their scores by training and client."""
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -167,9 +167,8 @@ def round_curves(record: Record, keys: Sequence[str], digits: int = 12) -> list[
                 values = [_round_value(line, key) for line in lines]
                 if any(value is not None for value in values):
                     values.append(_final_value(trainings[seed][training], key))
-                    curve[key] = [
-                        value if digits is None or value is None else round(value, digits) for value in values
-                    ]
+                    rounded = [value if digits is None or value is None else round(value, digits) for value in values]
+                    curve[key] = rounded
             curves.append(curve)
     return curves
 
@@ -272,23 +271,6 @@ class PageRecord(Record):
         return out
 
 
-class _ModelParser(HTMLParser):
-    """Collect the text of the element that holds the model."""
-
-    text = ""
-    is_inside = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.is_inside = tag == "script" and ("id", "fedvlm") in attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        self.is_inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self.is_inside:
-            self.text += data
-
-
 def model_json(model: Model) -> str:
     return json.dumps(model, ensure_ascii=True, separators=(",", ":"))
 
@@ -296,18 +278,16 @@ def model_json(model: Model) -> str:
 def read_page(path: Path) -> list[Record]:
     """Read the runs inside a page."""
     try:
-        parser = _ModelParser()
-        parser.feed(path.read_text("utf-8"))
-        model = json.loads(parser.text or "{}")
+        element = re.search(r'<script[^>]* id="fedvlm"[^>]*>([^<]*)</script>', path.read_text("utf-8"))
+        model = json.loads(element[1] if element else "{}")
         if model.get("format") != PAGE_FORMAT:
             raise ValueError(f"it holds no runs in the format {PAGE_FORMAT!r}")
         if model.pop(CHECKSUM_KEY, None) != sha256(model_json(model).encode()).hexdigest():
             raise ValueError("it is damaged: its checksum does not match")
         return [PageRecord(path, run) for run in model["runs"]]
     except (OSError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{path} is no page of `fedvlm report` ({error}); name a run directory, or such a page"
-        ) from error
+        remedy = "name a run directory, or such a page"
+        raise DataError(f"{path} is no page of `fedvlm report` ({error}); {remedy}") from error
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -57,12 +57,12 @@ def subgroup_rows(record: Record, column: str, metric: str = "", seed: int | Non
     defined = [row for row in out if not row["suppressed"] and isfinite(row["value"])]
     if not defined:
         return out
-    worst = min(defined, key=lambda row: row["value"])["subgroup"]
+    worst, best = (choose(row["value"] for row in defined) for choose in (min, max))
     largest = max((row for row in defined), key=lambda row: row["units"])
     for row in out:
         if row["subgroup"] in shown:
             low, high = _interval(draws[row["subgroup"]] - draws[largest["subgroup"]])
-            row["worst"] = len(defined) > 1 and row["subgroup"] == worst
+            row["worst"] = row["value"] == worst < best
             if row is not largest:
                 row["difference"] = {"to": largest["subgroup"], "value": row["value"] - largest["value"]}
                 row["difference"] |= {"low": low, "high": high}

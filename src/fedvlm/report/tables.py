@@ -8,6 +8,7 @@ from typing import Any
 
 from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate.metrics import METRICS, mean_and_std, metrics
+from fedvlm.plugins import require
 from fedvlm.record import AUDIT_FILE, Record
 from fedvlm.report.columns import compute_columns, format_number, setting_text, settings_of, split_requested
 from fedvlm.report.runs import has_unseen_scores, read_trainings, run_label
@@ -16,15 +17,8 @@ from fedvlm.storage.files import read_json, write_json
 TIDY_FORMS = ("csv", "json")
 TABLE_FORMS = ("text", "markdown", "latex", *TIDY_FORMS)
 TRAFFIC_COLUMNS = ("rounds", "kB per client")
-MAIN_COLUMNS = {
-    "G",
-    "P",
-    "C",
-    "own",
-    "own classes only",
-    "global",
-    "average",
-}  # what a table shows first; the rest is per client
+# what a table shows first; the rest is per client
+MAIN_COLUMNS = {"G", "P", "C", "own", "own classes only", "global", "average"}
 MAIN_COLUMNS |= {f"{group} {name}" for name in METRICS for group in ("clients", "target")}
 
 
@@ -40,17 +34,12 @@ def format_cell(mean: float | None, deviation: float | None, form: str, column: 
 def compare_table(
     results: Sequence[Record],
     form: str = "text",
-    all_columns: bool = False,
-    paper: Mapping[str, Mapping[str, float]] | None = None,
-    traffic: bool = False,
     extra_columns: Sequence[str] = (),
-    chance: bool = False,
+    **options: Any,
 ) -> str:
     """Return a table with a row per run, in per cent, or its numbers in tidy form as CSV or JSON.
 
-    `all_columns` adds those per domain or client, `traffic` the communication rounds and kilobytes of a client,
-    `extra_columns` further ones and settings by dotted names. `paper` has published numbers by row and column, which
-    stand below ours; `chance` adds a row of random guessing.
+    `options` are those of `table_cells`.
     """
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
@@ -58,12 +47,9 @@ def compare_table(
         raise SettingsError("no run is named; give one or more run directories")
     if form in TIDY_FORMS:
         return tidy_table(results, form, extra_columns)
-    head, body = table_cells(results, form, all_columns, paper, traffic, extra_columns, chance)
-    footnotes = [
-        f"{run_label(result)}: {w}\n"
-        for result in results
-        for w in (*result.outlier_warnings, *result.convergence_warnings)
-    ]
+    head, body = table_cells(results, form, extra_columns, **options)
+    warnings = [(run_label(run), (*run.outlier_warnings, *run.convergence_warnings)) for run in results]
+    footnotes = [f"{label}: {warning}\n" for label, of_run in warnings for warning in of_run]
     if footnotes and form == "markdown":
         footnotes.insert(0, "\n")  # or they would be a row of the table
     return render_table(head, body, form) + "".join(footnotes if form != "latex" else ())
@@ -72,13 +58,18 @@ def compare_table(
 def table_cells(
     results: Sequence[Record],
     form: str = "text",
+    extra_columns: Sequence[str] = (),
     all_columns: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
-    extra_columns: Sequence[str] = (),
     chance: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of that table."""
+    """Return head and rows of the table.
+
+    `all_columns` adds those per domain or client, `traffic` the communication rounds and kilobytes of a client,
+    `extra_columns` further ones and settings by dotted names. `paper` has published numbers by row and column, which
+    stand below ours; `chance` adds a row of random guessing.
+    """
     names, settings = split_requested(results, extra_columns)
     column_statistics = [mean_and_std(result.tables) for result in results]
     columns = list(dict.fromkeys(key for run_statistics in column_statistics for key in run_statistics))
@@ -120,21 +111,19 @@ def _run_row(result: Record, names: Sequence[str], settings: Sequence[str]) -> d
 def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the table as numbers, accuracies as fractions: each column's mean and standard deviation over seeds."""
     names, settings = split_requested(results, extra_columns)
-    return [
-        {
-            key: {"mean": value[0], "std": value[1]} if isinstance(value, tuple) else value
-            for key, value in _run_row(result, names, settings).items()
-        }
-        for result in results
-    ]
+
+    def plain(value: Any) -> Any:
+        return {"mean": value[0], "std": value[1]} if isinstance(value, tuple) else value
+
+    rows = [_run_row(result, names, settings) for result in results]
+    return [{key: plain(value) for key, value in row.items()} for row in rows]
 
 
 def chance_cells(result: Record, columns: Sequence[str], form: str) -> list[str]:
     """Return the accuracy of random guessing, where a column is an accuracy over all classes."""
     chance = 1 / (2 if result.manifest.get("multi_label") else len(result.manifest["classes"]))
-    other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")} | {
-        "own classes only"
-    }
+    other_columns = {f"{group} {name}" for name in METRICS[1:] for group in ("clients", "target")}
+    other_columns |= {"own classes only"}
     is_accuracy = [key not in other_columns and not key.startswith("deviation ") for key in columns]
     return [format_cell(chance if applies else None, None, form) for applies in is_accuracy]
 
@@ -222,17 +211,12 @@ def serialise(rows: Sequence[Mapping[str, Any]], head: Sequence[str], form: str)
 
 
 def _pandas() -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise SettingsError("a data frame needs pandas; pip install 'fedvlm[frame]'") from error
-    return pandas
+    return require("pandas", "a data frame needs pandas", "frame")
 
 
 def scores_frame(result: Record) -> Any:
     """Return a data frame with a row per seed, training and client that has test samples, and a column per metric."""
-    pandas = _pandas()
-    return pandas.DataFrame(list(client_scores(result)))
+    return _pandas().DataFrame(list(client_scores(result)))
 
 
 def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> Any:
@@ -253,10 +237,8 @@ def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = (
     return pandas.DataFrame(rows).set_index("method")
 
 
-AUDIT_COLUMNS = (
-    *("AUC upload", "AUC span", "AUC span of sum", "recovered", "recovered from sum"),
-    *("AUC shared", "AUC personal"),
-)
+AUDIT_COLUMNS = ["AUC upload", "AUC span", "AUC span of sum", "recovered", "recovered from sum"]
+AUDIT_COLUMNS += ["AUC shared", "AUC personal"]
 
 
 def write_audit(result: Record, lines: list[dict[str, Any]]) -> None:
@@ -275,25 +257,16 @@ def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
     if not lines:
         return "nothing is uploaded\n"
     fields = {(line["exchange"], key): field for line in lines for key, field in line["fields"].items()}
-    first = [
-        [exchange, key, f"{field['dtype']} {tuple(field['shape'])}", f"{field['bytes']}"]
-        for (exchange, key), field in fields.items()
-    ]
+    shown = {place: (f"{of['dtype']} {tuple(of['shape'])}", f"{of['bytes']}") for place, of in fields.items()}
+    first = [[*place, *texts] for place, texts in shown.items()]
     names = ["client", "exchange", "bytes", "classes", "smallest class"]
 
     def cell(value: Any) -> str:
         return "not measured" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
-    body = [
-        [
-            *(cell(line.get(key)) for key in (*names, *AUDIT_COLUMNS)),
-            "inf" if line["epsilon"] is None else cell(line["epsilon"]),
-        ]
-        for line in lines
-    ]
-    return "\n".join(
-        [
-            render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True),
-            render_table([*names, *AUDIT_COLUMNS, "ε"], body, form),
-        ]
-    )
+    body = []
+    for line in lines:
+        epsilon = "inf" if line["epsilon"] is None else cell(line["epsilon"])
+        body.append([*(cell(line.get(key)) for key in (*names, *AUDIT_COLUMNS)), epsilon])
+    fields_table = render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True)
+    return f"{fields_table}\n{render_table([*names, *AUDIT_COLUMNS, 'ε'], body, form)}"

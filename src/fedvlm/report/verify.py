@@ -30,11 +30,8 @@ def verify_files(target: str) -> tuple[int, Problems]:
 
 
 def _verify_cache(root: Path) -> tuple[int, Problems]:
-    problems = [
-        (f"{name[:16]} {entry.table} row {entry.row}", entry.reason)
-        for name, rows in verify(root).items()
-        for entry in rows
-    ]
+    damaged = [(name, entry) for name, rows in verify(root).items() for entry in rows]
+    problems = [(f"{name[:16]} {entry.table} row {entry.row}", entry.reason) for name, entry in damaged]
     return sum(entry.rows + entry.patches for entry in list_entries(root)), problems
 
 

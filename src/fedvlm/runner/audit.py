@@ -145,17 +145,13 @@ def reopen_run(result: Record, embedded: EmbeddedTable | None, progress: Progres
     _ = result.tables  # refuses a run that is not finished
     settings = build(about["identity"])
     if about["memory"] and embedded is None:
-        raise SettingsError(
-            f"{result.folder} took its samples from memory; call fedvlm.runner.audit.audit(..., embedded=...) with them"
-        )
+        raise SettingsError(f"{result.folder} took its samples from memory; call audit(..., embedded=...) with them")
     rows = embedded if embedded is not None else load(settings, progress)[0]
     if settings.smoke:
         settings, rows = shrink_for_smoke(settings, rows)
     if rows.fingerprint != about["rows"]:
-        raise DataError(
-            f"{result.folder} is of the rows {about['rows'][:12]}, but there are now "
-            f"{rows.fingerprint[:12]}; audit it with the data it was run on"
-        )
+        then, now = about["rows"][:12], rows.fingerprint[:12]
+        raise DataError(f"{result.folder} is of the rows {then}, but there are now {now}; audit it with its own data")
     return settings, rows
 
 
@@ -192,15 +188,12 @@ def _count_covered(pairs: Sequence[tuple[Problem, Mapping[str, Tensors]]], id: s
 
 def describe_upload(upload: Tensors) -> Line:
     """Return the fields and bytes of an upload."""
+    fields = {}
+    for key, value in upload.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        fields[key] = {"shape": list(value.shape), "dtype": dtype, "bytes": tensors.count_bytes({key: value})}
     return {
-        "fields": {
-            key: {
-                "shape": list(value.shape),
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "bytes": tensors.count_bytes({key: value}),
-            }
-            for key, value in upload.items()
-        },
+        "fields": fields,
         "bytes": tensors.count_bytes(upload),
     }
 

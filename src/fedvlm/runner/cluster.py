@@ -27,6 +27,7 @@ from fedvlm.encoders.store import open_store
 from fedvlm.engines.sequential import one_thread
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
 from fedvlm.machine import count_cores
+from fedvlm.plugins import require
 from fedvlm.record import CLUSTER_FOLDER, Record, read_manifest
 from fedvlm.runner.jobs import Job, JobSpec, run_inline, with_job_name
 from fedvlm.runner.prepare import prepare
@@ -70,9 +71,11 @@ def run_jobs(jobs: Sequence[Job], address: str) -> None:
     """Run all jobs, the longest first; a failed one is reported and the others go on."""
     several = len(jobs) > 1
     # Finished jobs are only read. Images that are decoded on demand stay here, with the jobs that train on them.
-    is_remote = [bool(job.cost and job.spec is not None and job.spec.rows.images is None) for job in jobs]
-    remote_jobs = [job for job, remote in zip(jobs, is_remote, strict=True) if remote]
-    local_jobs = [job for job, remote in zip(jobs, is_remote, strict=True) if not remote]
+    remote_jobs: list[Job] = []
+    local_jobs: list[Job] = []
+    for job in jobs:
+        is_remote = job.cost and job.spec is not None and job.spec.rows.images is None
+        (remote_jobs if is_remote else local_jobs).append(job)
     if not remote_jobs:
         for job in local_jobs:
             run_inline(job, several)
@@ -226,29 +229,25 @@ def _store_result(job: Job, lines: Sequence[Mapping[str, Any]], files: Mapping[s
 @contextmanager
 def _client(on: str) -> Iterator[Any]:
     """Connect to the scheduler; Dask runs pickled code, so this takes TLS or this machine only."""
-    try:
-        from distributed import Client, LocalCluster, Security
-    except ImportError as error:
-        raise SettingsError(f"--on {on} needs Dask; install it by pip install 'fedvlm[cluster]'") from error
+    dask = require("distributed", f"--on {on} needs Dask", "cluster")
     if on == "dask":
-        security = Security.temporary()
+        security = dask.Security.temporary()
         options = {"n_workers": count_cores(), "threads_per_worker": 1, "dashboard_address": None}
         with (
-            LocalCluster(host=LOCALHOST, protocol="tls", security=security, **options) as cluster,
-            Client(cluster, security=security) as client,
+            dask.LocalCluster(host=LOCALHOST, protocol="tls", security=security, **options) as cluster,
+            dask.Client(cluster, security=security) as client,
         ):
             yield client
         return
     address, security = parse_address(on), None
     if address.startswith("tls:"):
-        security = Security(require_encryption=True)  # with the files that Dask's own settings name
+        security = dask.Security(require_encryption=True)  # with the files that Dask's own settings name
         if not security.get_connection_args("client").get("ssl_context"):
-            raise SettingsError(
-                f"--on {on}: no certificate is named; set distributed.comm.tls in Dask's settings "
-                "(ca-file, client.cert, client.key), as DASK_DISTRIBUTED__COMM__TLS__CA_FILE"
-            )
+            names = "(ca-file, client.cert, client.key), as DASK_DISTRIBUTED__COMM__TLS__CA_FILE"
+            remedy = f"set distributed.comm.tls in Dask's settings {names}"
+            raise SettingsError(f"--on {on}: no certificate is named; {remedy}")
     try:
-        client = Client(address, security=security, timeout="20s")
+        client = dask.Client(address, security=security, timeout="20s")
     except OSError as error:
         raise FederationError(f"no scheduler of Dask answers at {address}: {error}") from error
     with client:
@@ -272,16 +271,10 @@ _open_tables: dict[str, EmbeddedTable] = {}
 
 def strip_samples(settings: Settings, rows: EmbeddedTable) -> tuple[EmbeddedTable, SampleLocation]:
     """Return a table without its embeddings, and where these are on disk."""
-    of_store = settings.encoder.startswith(STORE_PREFIX)
-    place = SampleLocation(
-        Path(settings.encoder.removeprefix(STORE_PREFIX)).expanduser().absolute()
-        if of_store
-        else cache_directory().absolute(),
-        "" if of_store else rows.encoder.rpartition("@")[2],
-        settings.precision,
-        rows.patches is not None,
-        digest(rows.x),
-    )
+    path, encoder = cache_directory(), rows.encoder.rpartition("@")[2]
+    if settings.encoder.startswith(STORE_PREFIX):
+        path, encoder = Path(settings.encoder.removeprefix(STORE_PREFIX)).expanduser(), ""
+    place = SampleLocation(path.absolute(), encoder, settings.precision, rows.patches is not None, digest(rows.x))
     return replace(rows, x=rows.x[:0], patches=None), place
 
 

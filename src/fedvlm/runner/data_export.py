@@ -11,6 +11,7 @@ import torch
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import predict
 from fedvlm.errors import DataError, unknown_name
+from fedvlm.plugins import require
 from fedvlm.record import Record
 from fedvlm.runner.audit import reopen_run
 from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, smoke_dataset, smoke_subset
@@ -42,11 +43,9 @@ def export_data(run: str | Path, folder: Path, form: str, progress: Progress) ->
     for number, prepared in enumerate(seeds):
         predictions += test_predictions(record, prepared, names)
         progress("predicting", number + 1, len(seeds))
-    tables = {
-        "embeddings": embedding_columns(rows, names, form),
-        "splits": _concatenate([columns for prepared in seeds for columns in split_columns(prepared)]),
-        "predictions": _concatenate(predictions),
-    }
+    splits = [columns for prepared in seeds for columns in split_columns(prepared)]
+    tables = {"embeddings": embedding_columns(rows, names, form), "splits": _concatenate(splits)}
+    tables["predictions"] = _concatenate(predictions)
     return [_write_columns(folder / f"{name}.{form}", columns, form) for name, columns in tables.items()]
 
 
@@ -121,14 +120,11 @@ def _write_columns(path: Path, columns: Columns, form: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         if form == "parquet":
-            try:
-                import pyarrow
-                from pyarrow import parquet
-            except ImportError as error:
-                raise DataError("Parquet needs pyarrow; pip install 'fedvlm[datasets]', or use --format csv") from error
-            parquet.write_table(
-                pyarrow.table({key: pyarrow.array(values) for key, values in columns.items()}), temporary
-            )
+            parquet = require("pyarrow.parquet", "Parquet, unlike csv, needs pyarrow", "datasets", DataError)
+            import pyarrow
+
+            arrays = {key: pyarrow.array(values) for key, values in columns.items()}
+            parquet.write_table(pyarrow.table(arrays), temporary)
         else:
             with Path(temporary).open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file, lineterminator="\n")

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedvlm.core import Method, setting
 from fedvlm.data.partition import ClientSplit, Partition
-from fedvlm.data.table import EmbeddedTable, count_classes
+from fedvlm.data.table import EmbeddedTable, count_classes, rank_digests
 from fedvlm.errors import join_names
 
 MIN_VALIDATION_SAMPLES = 10  # with as few or fewer, model selection is mostly noise
@@ -18,17 +18,33 @@ SIMILAR_NAME_CUTOFF = 0.85  # difflib ratio above which two class names may be a
 def data_warnings(samples: EmbeddedTable, partition: Partition) -> list[str]:
     """Return a message for each client or class that deserves attention before training."""
     classes_of = {id: _class_ids(samples, client) for id, client in partition.clients.items()}
-    messages = [
-        f"client {id!r} has only one class: {samples.classes[min(class_ids)]!r}"
-        for id, class_ids in classes_of.items()
-        if len(class_ids) == 1
-    ]
+    single = {id: min(class_ids) for id, class_ids in classes_of.items() if len(class_ids) == 1}
+    messages = [f"client {id!r} has only one class: {samples.classes[label]!r}" for id, label in single.items()]
     counts = {id: len(client.validation) for id, client in partition.clients.items()}
     if small := [f"{id} ({count})" for id, count in counts.items() if count <= MIN_VALIDATION_SAMPLES]:
         messages.append(
             f"too few validation samples for model selection (at most {MIN_VALIDATION_SAMPLES}): {join_names(small)}"
         )
+    messages += _contradiction_warnings(samples)
+    n_train = sum(len(client.train) for client in partition.clients.values())
+    if samples.findings is not None and n_train < len(samples.classes):
+        messages.append(f"there are more findings ({len(samples.classes)}) than training samples ({n_train})")
     return [*messages, *_single_client_classes(samples, classes_of)] if len(classes_of) > 1 else messages
+
+
+def _contradiction_warnings(samples: EmbeddedTable) -> list[str]:
+    """Return a message if equal images have labels that exclude each other; unknown ones exclude nothing."""
+    content = rank_digests(samples.content)
+    columns = samples.labels[None] if samples.findings is None else samples.findings[samples.labels].T
+    contradicted: set[int] = set()
+    for column in columns:
+        pairs = np.unique(np.stack([content, column])[:, column >= 0], axis=1)[0]
+        contradicted |= set(pairs[1:][pairs[1:] == pairs[:-1]].tolist())
+    if not contradicted:
+        return []
+    count = len(contradicted)
+    one = "an image is in the data twice" if count == 1 else f"{count} images are in the data twice"
+    return [f"{one} with labels that contradict each other; one copy of each is used, so correct them"]
 
 
 def _class_ids(samples: EmbeddedTable, client: ClientSplit) -> set[int]:

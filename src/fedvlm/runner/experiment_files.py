@@ -35,10 +35,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise SettingsError(
-            f"there is no settings file {path}; {suggest_path(path)}name a .toml file, or an experiment "
-            "(`fedvlm list experiments`)"
-        ) from error
+        remedy = f"{suggest_path(path)}name a .toml file, or an experiment (`fedvlm list experiments`)"
+        raise SettingsError(f"there is no settings file {path}; {remedy}") from error
     except OSError as error:
         raise SettingsError(f"{path} cannot be read ({error.strerror}); name a .toml file that can") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

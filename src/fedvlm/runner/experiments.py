@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin
 from fedvlm.channel.settings import Channel
 from fedvlm.core import check_type, make, methods, tunable_settings
 from fedvlm.data.clients import Clients
-from fedvlm.errors import FedVLMError, SettingsError, renamed, unknown_name
+from fedvlm.errors import FedVLMError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols.contract import NEW_CLASS_PROTOCOLS
 from fedvlm.record import Record
 from fedvlm.runner.settings import (
@@ -26,15 +26,11 @@ from fedvlm.storage.files import flatten
 
 Grid = dict[str, list[Any]]  # values by dotted names
 EXPERIMENT_KEYS = ("title", "paper", "traffic", "baselines", "methods", "sweep")  # besides the settings of a run
-EXECUTION_SETTINGS = (
-    "workers",
-    "access",
-    "purpose",
-    "contact",
-    "reproduces",
-    "protocol_settings",
-)  # settings that cannot be swept
+# settings that cannot be swept
+EXECUTION_SETTINGS = ("workers", "access", "purpose", "contact", "reproduces", "protocol_settings")
 OPEN_TABLES = ("source",)  # tables whose keys are not known beforehand
+METHOD_OPTIONS = ["warm_start", "tune", "descriptions", "texts", "selection", "fraction", "engine", "transductive"]
+METHOD_OPTIONS += ["allow_small", "channel", "attack", "reproduces"]  # that baselines are run without
 BASELINES = ("zero-shot", "alone", "pooled")
 
 
@@ -47,9 +43,8 @@ def lists_to_sweep(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(names := out.get("method"), list):
         out["methods"] = [table if isinstance(table, Mapping) else {"name": table} for table in names]
         del out["method"]
-    grid: Grid = {
-        key: entry for key, entry in out.items() if key not in EXPERIMENT_KEYS and _is_sweep(Settings, key, entry)
-    }
+    candidates = {key: entry for key, entry in out.items() if key not in EXPERIMENT_KEYS}
+    grid: Grid = {key: entry for key, entry in candidates.items() if _is_sweep(Settings, key, entry)}
     out = {key: entry for key, entry in out.items() if key not in grid}
     for table_name in ("clients", "channel", "method", "warm_start"):
         if isinstance(table := out.get(table_name), Mapping):
@@ -105,8 +100,6 @@ def experiment_runs(values: Mapping[str, Any], assignments: Iterable[str] = ()) 
 
 def base_runs(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the values of each method before the sweep."""
-    if (strange := next((key for key in values if renamed(key, EXPERIMENT_KEYS)), None)) is not None:
-        raise unknown_name("setting of an experiment", strange, EXPERIMENT_KEYS)
     common = {key: value for key, value in values.items() if key not in EXPERIMENT_KEYS}
     method_tables = values.get("methods")
     if method_tables is not None and (not isinstance(method_tables, list) or not method_tables or "method" in common):
@@ -152,10 +145,7 @@ def read_grid(table: Any) -> Grid:
             raise SettingsError(f"sweep: {key} must be a list of values, as [1, 2, 4]; got {values!r}")
         if len(kinds := {_type_name(value): value for value in values}) > 1:
             types_text = " and ".join(f"{value!r} ({kind})" for kind, value in kinds.items())
-            raise SettingsError(
-                f"sweep: {key} = {list(values)} has values of mixed types, {types_text}; use values of one type in "
-                "each sweep"
-            )
+            raise SettingsError(f"sweep: {key} = {list(values)} has values of mixed types, {types_text}; use one type")
         if any(value in values[:place] for place, value in enumerate(values)):
             raise SettingsError(f"sweep: {key} = {list(values)} has a value twice; write each once")
     return {key: list(values) for key, values in flat_values.items()}
@@ -267,19 +257,6 @@ def missing_baselines(settings: Sequence[Settings], done: Record) -> list[Settin
         existing.add("zero-shot")
     if settings[0].protocol in NEW_CLASS_PROTOCOLS:
         existing |= {"alone", "pooled"}  # they cannot predict new classes
-    plain = replace(
-        settings[0],
-        warm_start=None,
-        tune=(),
-        descriptions="",
-        texts="",
-        selection="last",
-        fraction=1.0,
-        engine="batched",
-        transductive=False,
-        allow_small=False,
-        channel=Channel(),
-        attack="none",
-        reproduces=(),
-    )
+    default = Settings(settings[0].method)
+    plain = replace(settings[0], **{name: getattr(default, name) for name in METHOD_OPTIONS})
     return [replace(plain, method=make(name)) for name in BASELINES if name not in existing]

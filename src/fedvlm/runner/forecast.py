@@ -46,26 +46,16 @@ MATRIX_SIDE, SPEED_TRIALS = 1024, 5  # of the matrices that this machine's speed
 
 def describe_requirements(settings: Sequence[Settings]) -> list[str]:
     """Return a line for each data set and encoder, and one for the total time."""
-    lines = []
-    entries = catalogue()
-    for name, root in dict.fromkeys(
-        (run_settings.data, str(run_settings.source.get("root", ""))) for run_settings in settings
-    ):
-        if name in entries:
-            lines.append(_describe_data(entries[name], root))
-    for encoder in dict.fromkeys(run_settings.encoder for run_settings in settings):
+    entries, places = catalogue(), dict.fromkeys((run.data, str(run.source.get("root", ""))) for run in settings)
+    lines = [_describe_data(entries[name], root) for name, root in places if name in entries]
+    for encoder in dict.fromkeys(run.encoder for run in settings):
         kind, _, place = encoder.partition(":")
         if kind == "openai" and not Path(place).exists():
-            lines.append(
-                f"encoder {encoder}: {place} is missing; put OpenAI's weights there as "
-                ".safetensors, with tokenizer.json (docs/how-to/data.md)"
-            )
+            remedy = "put OpenAI's weights there as .safetensors, with tokenizer.json (docs/how-to/data.md)"
+            lines.append(f"encoder {encoder}: {place} is missing; {remedy}")
         if kind == "hf" and not Path(place).is_dir():
             lines.append(f"encoder {encoder}: from the Hub, or a copy on disk by --encoder hf:DIR")
-    trainings = sum(
-        len(run_settings.seeds) * _n_trainings(run_settings, entries.get(run_settings.data))
-        for run_settings in settings
-    )
+    trainings = sum(len(run.seeds) * _n_trainings(run, entries.get(run.data)) for run in settings)
     lines.append(f"{len(settings)} runs, {trainings} trainings: {_describe_time(settings, entries)}")
     return lines
 
@@ -87,17 +77,12 @@ def _n_trainings(settings: Settings, entry: Entry | None) -> int:
 
 
 def _describe_time(settings: Sequence[Settings], entries: dict[str, Entry]) -> str:
-    able = [
-        run_settings
-        for run_settings in settings
-        if _flops_per_image(run_settings) and (e := entries.get(run_settings.data)) and e.total
-    ]
+    known = {name for name, entry in entries.items() if entry.total}
+    able = [run for run in settings if run.data in known and _flops_per_image(run)]
     if not able:
         return "the time is unknown for these data and this encoder"
     seconds = estimate_seconds(able, entries, _measure_speed())
-    unknown_data = sorted(
-        {run_settings.data for run_settings in settings} - {run_settings.data for run_settings in able}
-    )
+    unknown_data = sorted({run.data for run in settings} - {run.data for run in able})
     suffix = f", and more for {', '.join(unknown_data)}" if unknown_data else ""
     return f"roughly {format_duration(seconds)}{suffix} (from operation counts and this machine's speed, not measured)"
 
@@ -106,15 +91,14 @@ def estimate_seconds(settings: Sequence[Settings], entries: Mapping[str, Entry],
     """Return the seconds that all runs take; speed is in operations per second."""
     encoded: set[tuple[str, str]] = set()
     seconds = 0.0
-    for run_settings in settings:
-        entry = entries[run_settings.data]
+    for run in settings:
+        entry = entries[run.data]
         seconds += RUN_SECONDS
-        if (run_settings.data, run_settings.encoder) not in encoded:
-            encoded.add((run_settings.data, run_settings.encoder))
-            seconds += _n_samples(run_settings, entry) * _flops_per_image(run_settings) / speed
-        times = min(run_settings.method.rounds, SMOKE_ROUNDS) if run_settings.smoke else run_settings.method.rounds
-        n_trainings = len(run_settings.seeds) * _n_trainings(run_settings, entry)
-        seconds += n_trainings * times * _round_seconds(run_settings, entry, speed)
+        if (run.data, run.encoder) not in encoded:
+            encoded.add((run.data, run.encoder))
+            seconds += _n_samples(run, entry) * _flops_per_image(run) / speed
+        rounds = min(run.method.rounds, SMOKE_ROUNDS) if run.smoke else run.method.rounds
+        seconds += len(run.seeds) * _n_trainings(run, entry) * rounds * _round_seconds(run, entry, speed)
     return seconds
 
 
@@ -239,18 +223,12 @@ def check_memory(settings: Settings, frozen: Frozen, image: Sequence[int], clien
     device, method = choose_device(settings.device), settings.method
     demands = [(room.total, free_memory(), "")]
     if device.type != "cpu":
-        demands = [
-            (room.all_clients, free_memory(), ""),
-            (room.concurrent, free_device_memory(device), f" on {device}"),
-        ]
-    short = [
-        (bytes, free_bytes, at) for bytes, free_bytes, at in demands if free_bytes is not None and bytes > free_bytes
-    ]
+        on_device = (room.concurrent, free_device_memory(device), f" on {device}")
+        demands = [(room.all_clients, free_memory(), ""), on_device]
+    short = [(size, free, at) for size, free, at in demands if free is not None and size > free]
     if not short:
-        return (
-            f"{method.name} trains {room.trained // 4:,} parameters and takes about "
-            f"{_gb(room.total)} besides the encoder"
-        )
+        size = _gb(room.total)
+        return f"{method.name} trains {room.trained // 4:,} parameters and takes about {size} besides the encoder"
     demand, free_bytes, at = short[0]
     raise SettingsError(
         f"{method.name} would take about {_gb(demand)}{at} and {_gb(free_bytes)} are free: "
@@ -290,20 +268,13 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
 
 
 def graph_bytes(
-    method: Method,
-    frozen: Frozen,
-    image: Sequence[int],
-    all_tensors: Tensors,
-    local: Tensors,
-    rows: int,
+    method: Method, frozen: Frozen, image: Sequence[int], all_tensors: Tensors, local: Tensors, rows: int
 ) -> int:
     """Return the bytes that autograd saves for a gradient over `rows` samples, besides the weights."""
     if not all_tensors or not isinstance(method, Trained):
         return 0
-    graph_leaves = {
-        key: value.detach().requires_grad_(key not in method.traits.training.memory)
-        for key, value in all_tensors.items()
-    }
+    memory = method.traits.training.memory
+    graph_leaves = {key: value.detach().requires_grad_(key not in memory) for key, value in all_tensors.items()}
     tower = frozen.image_tower
     assert tower is not None
     weight_pointers = {value.untyped_storage().data_ptr() for value in (*all_tensors.values(), *tower.weights.values())}

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,6 +33,7 @@ from fedvlm.record import Record
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings
 
+Pipe: TypeAlias = "Connection[Any, Any]"  # to or from the process of a job
 INLINE_SECONDS = 4.0  # work up to this stays in one process, by forecast and by the clock
 CAN_FORK = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # of Linux: send a signal to this process when its parent ends
@@ -130,7 +131,7 @@ def _run_parallel(jobs: Sequence[Job], processes: int, several: bool) -> None:
     waiting = list(jobs)
     # clients of one training share the processes that trainings leave free
     workers_per_job = max(1, processes // len(jobs))
-    busy: dict[Connection[Any, Any], tuple[Job, BaseProcess]] = {}
+    busy: dict[Pipe, tuple[Job, BaseProcess]] = {}
     try:
         while waiting or busy:
             while waiting and len(busy) < processes:
@@ -156,9 +157,7 @@ def _run_parallel(jobs: Sequence[Job], processes: int, several: bool) -> None:
             connection.close()
 
 
-def _start(
-    job: Job, workers: int, other_connections: "Sequence[Connection[Any, Any]]"
-) -> "tuple[Connection[Any, Any], BaseProcess]":
+def _start(job: Job, workers: int, other_connections: Sequence[Pipe]) -> tuple[Pipe, BaseProcess]:
     context = get_context("fork")
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(child_end, [*other_connections, parent_end], job, workers))
@@ -169,7 +168,7 @@ def _start(
     return parent_end, process
 
 
-def _handle_message(connection: "Connection[Any, Any]", job: Job) -> tuple[Any] | None:
+def _handle_message(connection: Pipe, job: Job) -> tuple[Any] | None:
     """Handle one message of a job's process; return its outcome once it is sent."""
     try:
         kind, *payload = connection.recv()
@@ -194,7 +193,7 @@ def _handle_message(connection: "Connection[Any, Any]", job: Job) -> tuple[Any] 
 class _RemoteRecord(Record):
     """A record in a job's process: the parent writes its lines, and the job waits until they are written."""
 
-    def __init__(self, folder: Path, connection: "Connection[Any, Any]") -> None:
+    def __init__(self, folder: Path, connection: Pipe) -> None:
         super().__init__(folder)
         self.connection = connection
 
@@ -210,12 +209,7 @@ class _RemoteRecord(Record):
             raise error
 
 
-def _serve(
-    connection: "Connection[Any, Any]",
-    other_connections: "Sequence[Connection[Any, Any]]",
-    job: Job,
-    workers: int,
-) -> None:
+def _serve(connection: Pipe, other_connections: Sequence[Pipe], job: Job, workers: int) -> None:
     """Run a job in a forked process and send its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
     if sys.platform == "linux":

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedvlm.core import Method
 from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, EmbeddedTable, with_test_data
+from fedvlm.data.table import Dataset, EmbeddedTable, select_columns, with_test_data
 from fedvlm.encoders import Encoder, WarningEncoder, encoders, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
 from fedvlm.encoders.lazy_rows import stream_images
@@ -38,10 +38,8 @@ def load(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[st
     others = {}
     for name in settings.protocol_settings.get("test_data", ()):
         if settings.encoder.startswith("store:") and not name.startswith("store:"):
-            raise SettingsError(
-                f"test_data = {name!r} cannot be embedded, because the training data are {settings.encoder}; name a "
-                "store with embeddings of the same encoder, as store:FILE"
-            )
+            problem = f"test_data = {name!r} cannot be embedded, because the training data are {settings.encoder}"
+            raise SettingsError(f"{problem}; name a store with embeddings of the same encoder, as store:FILE")
         place = {"encoder" if name.startswith("store:") else "data": name}
         other = replace(settings, **place, source={}, descriptions="", texts="", protocol_settings={})
         others[name], more_notes = _load_data(other, progress)
@@ -107,26 +105,21 @@ def open_towers(
 ) -> "tuple[TextTower | None, ImageTower | None]":
     """Return the text and image towers that a method needs of an encoder."""
     box: Any = encoder  # has them if it offers them, which `meet` has seen to
-    return (
-        box.text_tower(classes, template) if "text tower" in needs else None,
-        box.image_tower() if "image tower" in needs else None,
-    )
+    text = box.text_tower(classes, template) if "text tower" in needs else None
+    return text, box.image_tower() if "image tower" in needs else None
 
 
 def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
     """Refuse a method that needs more of an encoder than it offers."""
     if missing := sorted(method.traits.needs - set(offered)):
-        able = ", ".join(
-            kind.form for name, kind in encoders().items() if missing[0] in kind.offers and not encoder.startswith(name)
-        )
+        others = [kind for name, kind in encoders().items() if not encoder.startswith(name)]
+        able = ", ".join(kind.form for kind in others if missing[0] in kind.offers)
         use = f"use one of {able}"
         if missing[0] == "text" and encoder == IN_MEMORY:
             use = "give text=, (classes, dim) of the class names"
         headed = missing[0] == "text" and "head" in {field.name for field in fields(method)}
-        raise SettingsError(
-            f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; "
-            f"{use}" + (", or set head = 'random'" if headed else "")
-        )
+        use += ", or set head = 'random'" if headed else ""
+        raise SettingsError(f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; {use}")
 
 
 def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
@@ -147,9 +140,8 @@ def _check_templates(key: str, value: Any) -> tuple[str, ...]:
         or not sentences
         or any("{}" not in str(sentence) for sentence in sentences)
     ):
-        raise SettingsError(
-            f"source.{key} must be sentences with {{}} for the class name, as ['a photo of a {{}}.']; got {value!r}"
-        )
+        example = "['a photo of a {}.']"
+        raise SettingsError(f"source.{key} must be sentences with {{}} for the class name, as {example}; got {value!r}")
     return tuple(map(str, sentences))
 
 
@@ -163,23 +155,12 @@ def open_encoder_with_notes(encoder: str, access: Mapping[str, Any]) -> tuple[En
 
 
 def encode(dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress) -> EmbedResult:
-    return embed(
-        dataset,
-        encoder,
-        patches=patches,
-        precision=precision,
-        progress=lambda done, total: progress("embedding", done, total),
-    )
+    report = partial(progress, "embedding")
+    return embed(dataset, encoder, patches=patches, precision=precision, progress=report)
 
 
 def skipped_messages(done: EmbedResult) -> list[str]:
     return [f"skipped {name}: {reason}" for name, reason in done.skipped]
-
-
-def select_columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
-    names = ("labels", "domains", "clients", "splits", "groups")
-    columns = {key: getattr(rows, key)[keep] for key in names if getattr(rows, key) is not None}
-    return columns | {"subgroups": {key: column[keep] for key, column in rows.subgroups.items()}}
 
 
 def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:
@@ -204,22 +185,11 @@ def subset_dataset(dataset: Dataset, keep: np.ndarray[Any, Any]) -> Dataset:
 
 def shrink_for_smoke(settings: Settings, rows: EmbeddedTable) -> tuple[Settings, EmbeddedTable]:
     """Return settings and samples of a smoke run: everything is exercised, nothing takes long."""
-    keep = smoke_subset(rows)
-    small = replace(
-        rows,
-        x=rows.x[keep],
-        content=[rows.content[i] for i in keep],
-        patches=None if rows.patches is None else rows.patches[keep],
-        images=None if rows.images is None else rows.images.take(torch.from_numpy(keep)),
-        **select_columns(rows, keep),
-    )
+    small = rows.select(smoke_subset(rows))
     method = settings.method
     if "rounds" in {field.name for field in fields(method)}:
         method = replace(method, rounds=min(method.rounds, SMOKE_ROUNDS))
-    client_settings = settings.clients
-    clients = replace(
-        client_settings,
-        count=min(client_settings.count, SMOKE_CLIENTS),
-        min_samples=min(client_settings.min_samples, SMOKE_MIN_SAMPLES),
-    )
+    limits = {"count": SMOKE_CLIENTS, "min_samples": SMOKE_MIN_SAMPLES}
+    smaller = {name: min(getattr(settings.clients, name), limit) for name, limit in limits.items()}
+    clients = replace(settings.clients, **smaller)
     return replace(settings, method=method, clients=clients), small

@@ -51,26 +51,16 @@ def build_manifest(
     dropped: Mapping[int, int],  # duplicates, by seed
 ) -> dict[str, Any]:
     """Return what every manifest holds, of a simulated or a deployed run."""
-    return {
-        **samples,
-        "trainings": list(trainings),
-        "clients": dict(clients),
-        "duplicates_dropped": dict(dropped),
-        **provenance(),
-    }
+    clients, dropped = dict(clients), dict(dropped)
+    facts = {"trainings": list(trainings), "clients": clients, "duplicates_dropped": dropped}
+    return {**samples, **facts, **provenance()}
 
 
 def provenance() -> dict[str, Any]:
     """Return the versions of the code and of its libraries, its commit, and the time."""
-    return {
-        "versions": {
-            "fedvlm": version("fedvlm"),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numpy", "transformers")},
-        },
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_commit(),
-    }
+    names = ("fedvlm", "torch", "numpy", "transformers")
+    versions = {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return {"versions": versions, "started": datetime.now(UTC).isoformat(timespec="seconds"), **_commit()}
 
 
 def describe_samples(samples: EmbeddedTable) -> dict[str, Any]:
@@ -91,9 +81,7 @@ def device_info(settings: Settings, in_memory: bool) -> dict[str, Any]:
     info = {"training": _describe(settings.device)}
     if not in_memory and "device" in encoder_options(settings.encoder):
         info["encoding"] = _describe(settings.access.get("device", "cpu"))
-        if find_kind(settings.encoder)[0].module.startswith(
-            "fedvlm."
-        ):  # encoders of other packages choose their own precision
+        if find_kind(settings.encoder)[0].module.startswith("fedvlm."):  # others choose their own precision
             is_half_precision = info["encoding"]["device"] != "cpu"
             info["encoding"]["precision"] = "float16" if is_half_precision else "float32"
     return info

@@ -19,7 +19,7 @@ from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
-from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
+from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition, select_samples
 from fedvlm.data.table import UNLABELLED, Dataset, EmbeddedTable, pattern_names, rank_digests
 from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world, measure
@@ -38,6 +38,7 @@ from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.storage.large_tensors import iterate_chunks
 
 Ints = NDArray[np.int64]
+Samples = EmbeddedTable | SampleList
 CALIBRATION_RATIO = 1 / 3  # of the validation samples of own data: set aside for conformal prediction
 MIN_BASE_TO_NEW_CLASSES = 4  # two in each half
 
@@ -123,21 +124,15 @@ class Prepared:
         """Return the world as the one-shot method of a warm start sees it."""
         first = self.settings.warm_start
         assert first is not None
-        return replace(
-            self.world(training),
-            method=with_device(first, self.settings.device),
-            x=self.rows.view(first.traits.needs),
-        )
+        view = self.rows.view(first.traits.needs)
+        return replace(self.world(training), method=with_device(first, self.settings.device), x=view)
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
         """Return the world of one client, without samples of others; there it is called `name`."""
         name = name or id
         texts = texts_by_client(self.rows.texts, self.partition.clients)
-        world = self._world(
-            {name: self.partition.clients[id]},
-            {name: texts[id]} if texts else {},
-            np.zeros(0, np.int64),
-        )
+        own_texts = {name: texts[id]} if texts else {}
+        world = self._world({name: self.partition.clients[id]}, own_texts, np.zeros(0, np.int64))
         return replace(client_world(world, name), secret_noise=entropy, details=False)
 
     def _world(self, members: Mapping[str, ClientSplit], texts: Mapping[str, Tensor], reference: Ints) -> World:
@@ -186,9 +181,7 @@ def _test_data(source: EmbeddedTable, partition: Partition, table: EmbeddedTable
     return OtherClasses(table, frozen_of(table, seed), members)
 
 
-def divide_samples(
-    settings: Settings, table: EmbeddedTable | SampleList, seed: int
-) -> tuple[Partition, dict[str, ClientSplit]]:
+def divide_samples(settings: Settings, table: Samples, seed: int) -> tuple[Partition, dict[str, ClientSplit]]:
     """Assign samples to clients and splits; also return the test samples of new classes (base-to-new only).
 
     With base-to-new each half of the classes is divided by itself. Only test samples of the new half are used.
@@ -209,32 +202,18 @@ def divide_samples(
     content = rank_digests(table.content)
     base_content = np.unique(content[table.labels < n_base])
     none = np.zeros(0, np.int64)
-    return partition, {
-        id: ClientSplit(id, client.domain, none, none, client.test[~np.isin(content[client.test], base_content)])
-        for id, client in new.clients.items()
-        if id in partition.clients
-    }
+    both = {id: client for id, client in new.clients.items() if id in partition.clients}
+    tests = {id: client.test[~np.isin(content[client.test], base_content)] for id, client in both.items()}
+    return partition, {id: ClientSplit(id, client.domain, none, none, tests[id]) for id, client in both.items()}
 
 
-def _divide_classes(
-    table: EmbeddedTable | SampleList, part: slice, clients: Clients, seed: int, undivided: Sequence[str]
-) -> Partition:
+def _divide_classes(table: Samples, part: slice, clients: Clients, seed: int, undivided: Sequence[str]) -> Partition:
     """Divide the samples of some classes; the partition has their indices in the whole table."""
     indices = np.flatnonzero((table.labels >= part.start) & (table.labels < part.stop))
-    columns = {name: getattr(table, name)[indices] for name in ("domains", "clients", "splits")}
-    subset = SampleList(
-        table.classes[part],
-        table.labels[indices] - part.start,
-        **columns,
-        content=[table.content[index] for index in indices.tolist()],
-        groups=None if table.groups is None else table.groups[indices],
-    )
-    partition = make_partition(subset, clients, seed, undivided)
+    partition = make_partition(select_samples(table, indices, part), clients, seed, undivided)
     splits = ("train", "validation", "test", "calibration")
-    full = {
-        id: replace(client, **{split: indices[getattr(client, split)] for split in splits})
-        for id, client in partition.clients.items()
-    }
+    moved = {id: {s: indices[getattr(client, s)] for s in splits} for id, client in partition.clients.items()}
+    full = {id: replace(client, **moved[id]) for id, client in partition.clients.items()}
     return Partition(full, partition.dropped, indices[partition.public])
 
 
@@ -250,17 +229,14 @@ def with_calibration(clients: Clients) -> Clients:
 
 def with_test_samples(members: Mapping[str, ClientSplit]) -> dict[str, ClientSplit]:
     """Return the clients with their test samples also as samples without a label."""
-    return {
-        id: replace(member, unlabelled=np.sort(np.concatenate([member.unlabelled, member.test])))
-        for id, member in members.items()
-    }
+    more = {id: np.sort(np.concatenate([member.unlabelled, member.test])) for id, member in members.items()}
+    return {id: replace(member, unlabelled=more[id]) for id, member in members.items()}
 
 
 def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
     """Return one client with the training and validation samples of all, and no test samples."""
-    train, validation = (
-        np.sort(np.concatenate([getattr(member, part) for member in members])) for part in ("train", "validation")
-    )
+    parts = {part: [getattr(member, part) for member in members] for part in ("train", "validation")}
+    train, validation = (np.sort(np.concatenate(rows)) for rows in parts.values())
     return ClientSplit(POOLED_CLIENT, "", train, validation, np.zeros(0, np.int64))
 
 
@@ -298,9 +274,8 @@ def terms_of(settings: Settings, frozen: Frozen, seed: int) -> TrainingTerms:
     metrics = settings.rules().every_round
     attack = attack_of(settings)
     method = method_for(settings.method, frozen)
-    return TrainingTerms(
-        method, frozen, seed, settings.channel, metrics=metrics, attack=attack, group_metrics=settings.group_metrics
-    )
+    rule = settings.group_metrics
+    return TrainingTerms(method, frozen, seed, settings.channel, metrics=metrics, attack=attack, group_metrics=rule)
 
 
 def method_for(method: Method, frozen: Frozen) -> Method:
@@ -315,46 +290,33 @@ def label_tensor(rows: Dataset | EmbeddedTable) -> Tensor:
     return torch.from_numpy(rows.findings[rows.labels].astype(np.int64))
 
 
+def label_keys(label: int | list[int], classes: Sequence[str]) -> list[str]:
+    """Name what a label says: its class, or each known finding; the server chooses the order of the classes."""
+    if isinstance(label, int):
+        return [classes[label]]
+    return [f"{name} {value}" for name, value in zip(classes, label, strict=True) if value >= 0] or ["unknown"]
+
+
 def group_numbers(rows: EmbeddedTable) -> Tensor | None:
     """Return (samples,) the number of each sample's group; a sample without a group is one of its own."""
     if rows.groups is None:
         return None
     alone = np.char.add("\x1f", np.arange(len(rows.groups)).astype(np.str_))  # no group name begins with this character
-    return torch.from_numpy(
-        np.unique(np.where(rows.groups == "", alone, rows.groups), return_inverse=True)[1].reshape(-1)
-    )
+    numbers = np.unique(np.where(rows.groups == "", alone, rows.groups), return_inverse=True)[1]
+    return torch.from_numpy(numbers.reshape(-1))
 
 
 def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
-    return Frozen(
-        rows.classes,
-        rows.x.shape[1],
-        rows.scale,
-        rows.text,
-        seed,
-        rows.text_tower,
-        rows.image_tower,
-        rows.descriptions,
-        rows.negative_text,
-        rows.findings is not None,
-    )
+    rest = (rows.text_tower, rows.image_tower, rows.descriptions, rows.negative_text, rows.findings is not None)
+    return Frozen(rows.classes, rows.x.shape[1], rows.scale, rows.text, seed, *rest)
 
 
 def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None) -> Frozen:
     """Build the frozen tensors from a manifest, a saved classifier or a site's reply; without towers."""
-    classes = tuple(about["classes"])
-    scale = float(about["scale"])
-    text, negative = split_text(text, bool(about.get("multi_label")))
-    return Frozen(
-        classes,
-        int(about["dim"]),
-        scale,
-        text,
-        seed,
-        descriptions=descriptions,
-        negative_text=negative,
-        multi_label=bool(about.get("multi_label")),
-    )
+    multi_label = bool(about.get("multi_label"))
+    text, negative = split_text(text, multi_label)
+    size = tuple(about["classes"]), int(about["dim"]), float(about["scale"])
+    return Frozen(*size, text, seed, None, None, descriptions, negative, multi_label)
 
 
 def text_of(rows: Frozen | EmbeddedTable) -> Tensor | None:
@@ -380,10 +342,8 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     sums = torch.cat([part.sum(dim=1) for _, part in iterate_chunks(rows.x)])
     bad = (~sums.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise DataError(
-            f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
-            "encode these samples again, or leave them out"
-        )
+        where = f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}"
+        raise DataError(f"{where}; encode these samples again, or leave them out")
     if settings.group_metrics != "image":
         _check_group_classes(settings, rows)
     if rows.findings is not None:
@@ -393,10 +353,8 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     n_labels = len(rows.classes if rows.findings is None else rows.findings)
     outside = [i for i in np.unique(rows.labels).tolist() if not UNLABELLED <= i < n_labels]
     if outside:
-        raise DataError(
-            f"label {outside[0]} must be from 0 to {n_labels - 1}, as there are {n_labels} classes; "
-            "correct the labels, or name every class"
-        )
+        limit = f"from 0 to {n_labels - 1}, as there are {n_labels} classes"
+        raise DataError(f"label {outside[0]} must be {limit}; correct the labels, or name every class")
     for name in settings.subgroups:
         if name not in rows.subgroups:
             raise unknown_name("column for subgroups", name, rows.subgroups)
@@ -417,18 +375,16 @@ def _check_group_classes(settings: Settings, rows: EmbeddedTable) -> None:
     """Refuse metrics by group without groups, or where a group has images of several classes."""
     rule, groups = settings.group_metrics, group_numbers(rows)
     if groups is None:
-        raise SettingsError(
-            f'group_metrics = "{rule}" needs groups, and the data have none; add a column group (a patient, a slide), '
-            'or set group_metrics = "image"'
-        )
+        problem = f'group_metrics = "{rule}" needs groups, and the data have none'
+        remedy = 'add a column group (a patient, a slide), or set group_metrics = "image"'
+        raise SettingsError(f"{problem}; {remedy}")
     if rows.findings is None:
         pairs = np.unique(np.stack([groups.numpy(), rows.labels]), axis=1)[0]
         if len(several := pairs[1:][pairs[1:] == pairs[:-1]]):
             first = int(np.flatnonzero(groups.numpy() == several[0])[0])
-            raise DataError(
-                f'group_metrics = "{rule}" needs one class per group, and the group of row {first} has images of '
-                'several classes; correct its labels, or set group_metrics = "image"'
-            )
+            problem = f"needs one class per group, and the group of row {first} has images of several classes"
+            remedy = 'correct its labels, or set group_metrics = "image"'
+            raise DataError(f'group_metrics = "{rule}" {problem}; {remedy}')
 
 
 def _check_findings(settings: Settings) -> None:
@@ -449,10 +405,8 @@ def _check_findings(settings: Settings) -> None:
 def _count_base_classes(classes: Sequence[str]) -> int:
     """Return the size of the base half: the first classes, one more than the new half if their number is odd."""
     if len(classes) < MIN_BASE_TO_NEW_CLASSES:
-        raise DataError(
-            f"base-to-new needs at least {MIN_BASE_TO_NEW_CLASSES} classes, got {len(classes)}; use protocol = "
-            "'own-test', or data with more classes"
-        )
+        needs = f"at least {MIN_BASE_TO_NEW_CLASSES} classes, got {len(classes)}"
+        raise DataError(f"base-to-new needs {needs}; use protocol = 'own-test', or data with more classes")
     return -(-len(classes) // 2)
 
 
@@ -464,28 +418,23 @@ def split_classes(rows: EmbeddedTable) -> tuple[EmbeddedTable, EmbeddedTable]:
 
 def _half(rows: EmbeddedTable, first: int, last: int) -> EmbeddedTable:
     part = slice(first, last)
-    labels = rows.labels
-    return replace(
-        rows,
-        classes=rows.classes[part],
-        labels=np.where((labels >= first) & (labels < last), labels - first, -1),
-        text=None if rows.text is None else rows.text[part],
-        text_tower=_tower(rows.text_tower, part),
-        descriptions=None if rows.descriptions is None else rows.descriptions[part],
-        texts={id: client_texts[part] for id, client_texts in rows.texts.items()},
-    )
+    labels = np.where((rows.labels >= first) & (rows.labels < last), rows.labels - first, -1)
+    texts = {id: client_texts[part] for id, client_texts in rows.texts.items()}
+    return replace(rows, labels=labels, texts=texts, **_class_fields(rows, part))
 
 
-def _tower(tower: Any, part: slice) -> Any:
-    """Return a text tower for some of its classes."""
-    if tower is None:
-        return None
-    return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
+def _class_fields(table: EmbeddedTable | Frozen, part: slice) -> dict[str, Any]:
+    """Return what depends on the classes, for some of them."""
+    tower: Any = table.text_tower
+    if tower is not None:
+        tower = replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
+    parts = {name: getattr(table, name) for name in ("classes", "text", "descriptions")}
+    return {name: None if whole is None else whole[part] for name, whole in parts.items()} | {"text_tower": tower}
 
 
 def check_new_classes(method: Method, frozen: Frozen, protocol: str = BaseToNew.name) -> None:
     """Refuse a method that cannot predict a class it was not trained on."""
-    initial = [method.init(_with_classes(frozen, n_classes)) for n_classes in (2, 3)]
+    initial = [method.init(replace(frozen, **_class_fields(frozen, slice(n_classes)))) for n_classes in (2, 3)]
     shapes = [{key: tensor.shape for part in parts for key, tensor in part.items()} for parts in initial]
     per_class = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
     reason = f"its {per_class[0]!r} has a row per class" if per_class else ""
@@ -498,32 +447,17 @@ def check_new_classes(method: Method, frozen: Frozen, protocol: str = BaseToNew.
         )
 
 
-def _with_classes(frozen: Frozen, classes: int) -> Frozen:
-    part = slice(classes)
-    return replace(
-        frozen,
-        classes=frozen.classes[part],
-        text=None if frozen.text is None else frozen.text[part],
-        text_tower=_tower(frozen.text_tower, part),
-        descriptions=None if frozen.descriptions is None else frozen.descriptions[part],
-    )
-
-
 def _check_test_data(settings: Settings, rows: EmbeddedTable) -> None:
     """Refuse data sets to test on that are missing, or that the source's encoder cannot have embedded."""
     names = settings.protocol_settings.get("test_data", ())
     if missing := [name for name in names if name not in rows.test_data]:
-        raise SettingsError(
-            f"test_data = {missing[0]!r} is not among the samples in memory; add it with "
-            "fedvlm.data.table.with_test_data"
-        )
+        problem = f"test_data = {missing[0]!r} is not among the samples in memory"
+        raise SettingsError(f"{problem}; add it with fedvlm.data.table.with_test_data")
     for name, table in rows.test_data.items():
         ours, theirs = ((entry.x.shape[1], entry.scale, entry.text is not None) for entry in (rows, table))
         if table.findings is not None or ours != theirs:
-            raise DataError(
-                f"test_data {name} has dimension, logit scale and text {theirs}, and the training data {ours}; embed "
-                "both with one encoder, with one class per image"
-            )
+            problem = f"test_data {name} has dimension, logit scale and text {theirs}, and the training data {ours}"
+            raise DataError(f"{problem}; embed both with one encoder, with one class per image")
         check_needs(settings.method, table.encoder, table.offers())
 
 
@@ -545,7 +479,5 @@ def check_warm_start(first: Method, method: Method, frozen: Frozen) -> None:
     first.init(frozen)
     head = method.init(frozen)[0].get("head")
     if head is None or tuple(head.shape) != (len(frozen.classes), frozen.dim):
-        raise SettingsError(
-            f"{method.name} shares no head over the classes, so warm_start = {first.name!r} does not apply; "
-            "leave it out, or use a method such as fedot or fedavg"
-        )
+        problem = f"{method.name} shares no head over the classes, so warm_start = {first.name!r} does not apply"
+        raise SettingsError(f"{problem}; leave it out, or use a method such as fedot or fedavg")

@@ -8,10 +8,12 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from fedvlm.core import make, tunable_settings
+import numpy as np
+
+from fedvlm.core import MIN_CLASS_SAMPLES, make, setting, tunable_settings
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.client import choose_attackers
-from fedvlm.errors import SettingsError, join_names
+from fedvlm.engines.client import choose_attackers, member_rows
+from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.evaluate.metrics import Results, Table
 from fedvlm.evaluate.protocols import Training
 from fedvlm.machine import release_memory
@@ -19,19 +21,25 @@ from fedvlm.record import DESCRIPTIONS_FILE, Record, read_manifest
 from fedvlm.runner.data_warnings import data_warnings, suppressed_warnings, unlabelled_warnings
 from fedvlm.runner.forecast import check_memory, training_time
 from fedvlm.runner.jobs import Job, JobSpec, ProgressTotal, must_run_alone, run_jobs
-from fedvlm.runner.load import Loader, Progress, shrink_for_smoke
+from fedvlm.runner.load import Loader, Progress, load, shrink_for_smoke
 from fedvlm.runner.manifest import run_manifest
-from fedvlm.runner.prepare import Prepared, check_samples, own_data, prepare, score_new_classes
+from fedvlm.runner.prepare import (
+    Prepared,
+    check_samples,
+    label_keys,
+    label_tensor,
+    own_data,
+    prepare,
+    score_new_classes,
+)
 from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import collect_lost_trainings, file_name, finished_scores, train
 from fedvlm.runner.tune import check_tunable, reuse_tuned, to_manifest, tune_seeds, with_tuned
 from fedvlm.storage.files import data_name, slug, write_tensors
 
+Outcomes = dict[Path, Record | Exception]
 MAX_OPEN_RUNS = 64  # each holds the lock of its record
-SEEDED_NOISE_NOTE = (
-    "the noise is drawn from the seed, so that the run can be repeated: it costs as much accuracy as a site's noise, "
-    "but protects nothing"
-)
+SEEDED_NOISE_NOTE = "the noise is drawn from the seed, so that the run can be repeated: it protects nothing"
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class RunOptions:
     warn: Callable[[str], None] | None = None  # for warnings about the data; `log` if left out
     keep_going: bool = False  # a run that cannot begin does not stop the others
     cluster: str = ""  # dask, dask://HOST:PORT
+    history: Sequence[Mapping[str, Any]] = ()  # versions that the run was grown from, and what changed
 
     def report(self, task: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -82,11 +91,9 @@ def execute_all(requests: Sequence[tuple[Settings, Path]], **options: Any) -> li
     return [outcomes[folder] for _, folder in requests]
 
 
-def _execute_chunk(
-    settings_of: Mapping[Path, Settings], load: Loader, options: RunOptions
-) -> dict[Path, Record | Exception]:
+def _execute_chunk(settings_of: Mapping[Path, Settings], load: Loader, options: RunOptions) -> Outcomes:
     tally = ProgressTotal(options.report)
-    outcomes: dict[Path, Record | Exception] = {}
+    outcomes: Outcomes = {}
     runs: dict[Path, _Run] = {}
     with ExitStack() as locks:
         for folder, settings in settings_of.items():
@@ -191,7 +198,8 @@ def _begin_record(
     for message in [*notes, *_untuned_note(settings, options)]:
         options.log(message)
     manifest = run_manifest(seeds, in_memory=options.embedded is not None)
-    record.start({"identity": settings.identity(), **manifest, "notes": [*warnings, *notes], **tuned})
+    history = {"history": list(options.history)} if options.history else {}
+    record.start({"identity": settings.identity(), **manifest, "notes": [*warnings, *notes], **tuned, **history})
     if options.again:
         record.clear()
     descriptions = seeds[0].rows.descriptions
@@ -224,10 +232,8 @@ def _untuned_note(settings: Settings, options: RunOptions) -> list[str]:
     values = asdict(method)
     if "lr" not in tunable_settings(method) or values["lr"] != asdict(make(method.name))["lr"]:
         return []
-    return [
-        f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; tune = ['lr'] "
-        "(--tune lr) chooses it on validation samples"
-    ]
+    hint = "tune = ['lr'] (--tune lr) chooses it on validation samples"
+    return [f"{method.name}: lr = {values['lr']:g} is the default and was not tuned on these data; {hint}"]
 
 
 @dataclass
@@ -310,6 +316,49 @@ def resume(folder: str | Path, progress: Progress | None = None) -> Record:
     if manifest["memory"] and Record(path).result() is None:
         raise SettingsError(f"{path} took its samples from memory; call fedvlm.run again with out={str(path)!r}")
     return execute(build(manifest["identity"]), path, progress=progress)
+
+
+def grow(run: str | Path, data: str, out: str | Path, progress: Progress) -> Record:
+    """Run again on data with new classes, new or removed images, if every change hides among samples of its class.
+
+    The difference of two sums that differ by one image is the embedding of that image.
+    """
+    manifest = read_manifest(Path(run))
+    settings = build(manifest["identity"])
+    if manifest["memory"] or settings.clients.partition not in ("own", "domain"):
+        raise SettingsError(f"{run} cannot grow: its samples must be in files, and its clients named by the data")
+    is_store = settings.encoder.startswith("store:")
+    grown = replace(settings, encoder=data) if is_store else replace(settings, data=data)
+    before, now = (load(version, progress)[0] for version in (settings, grown))
+    if before.fingerprint != manifest["rows"]:
+        raise DataError(f"the data of {run} are not as they were; keep them, and name a new folder with all images")
+    samples = [_samples_by_label(version, table) for version, table in ((settings, before), (grown, now))]
+    smallest = setting(settings.method, "min_class_samples") or MIN_CLASS_SAMPLES
+    has_noise = settings.channel.noise_multiplier or setting(settings.method, "noise_multiplier")
+    known = {client for client, _ in samples[0]}  # a new client has no sum to be compared with
+    for client, name in () if has_noise or settings.allow_small else sorted({*samples[0], *samples[1]}):
+        changed = len(samples[0].get((client, name), set()) ^ samples[1].get((client, name), set()))
+        if 0 < changed < smallest and client in known:
+            raise DataError(
+                f"{changed} samples of {name} at {client} have changed, and two sums would show them; wait until "
+                f"{smallest} have changed, or set channel.noise_multiplier"
+            )
+    content = [set().union(*of.values()) for of in samples]
+    new_classes = [name for name in now.classes if name not in before.classes]
+    facts = {"added": len(content[1] - content[0]), "removed": len(content[0] - content[1]), "new_classes": new_classes}
+    version = {"from": Path(run).name, "rows": now.fingerprint, **facts}
+    return execute(grown, out, progress=progress, history=[*manifest.get("history", ()), version])
+
+
+def _samples_by_label(settings: Settings, table: EmbeddedTable) -> dict[tuple[str, str], set[str]]:
+    """Return the digests of each client's samples of a class, or with and without a finding."""
+    clients, labels = prepare(settings, table, settings.seeds[0]).partition.clients, label_tensor(table).tolist()
+    out: dict[tuple[str, str], set[str]] = {}
+    for id, client in clients.items():
+        for row in np.concatenate(member_rows(client)).tolist():
+            for name in label_keys(labels[row], table.classes):
+                out.setdefault((id, name), set()).add(table.content[row])
+    return out
 
 
 def default_name(settings: Settings, embedded: EmbeddedTable | None) -> str:

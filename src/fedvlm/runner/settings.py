@@ -10,19 +10,10 @@ from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel, with_found_noise
 from fedvlm.channel.verified import check_verified
-from fedvlm.core import MIN_CLASS_SAMPLES, Method, check_class_weights, is_method, make, setting
-from fedvlm.core.schema import (
-    NON_NEGATIVE,
-    POSITIVE_FRACTION,
-    check_ranges,
-    check_settings,
-    list_field,
-    ranged_field,
-    read_table,
-)
+from fedvlm.core import MIN_CLASS_SAMPLES, Method, check_class_weights, is_method, make, schema, setting
 from fedvlm.data.clients import Clients
 from fedvlm.engines.client import Attack, GroupRule, Kind
-from fedvlm.errors import SettingsError, renamed, unknown_name
+from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.contract import NEW_CLASS_PROTOCOLS
@@ -49,19 +40,23 @@ class Settings:
     protocol: str = "leave-one-domain-out"  # who trains, and on which samples each is tested
     selection: Literal["last", "validation", "oracle"] = "last"  # the reported round; oracle looks at test samples
     group_metrics: GroupRule = "image"  # "mean" or "max": score each patient or slide by its images' logits
-    subgroups: tuple[str, ...] = list_field()  # columns of the data to report metrics by, as sex; never leave a site
+    subgroups: tuple[str, ...] = (
+        schema.list_field()
+    )  # columns of the data to report metrics by, as sex; never leave a site
     ordered: bool = False  # the classes are grades in this order: kappa is weighted by the squared distance
     seeds: tuple[int, ...] = (0,)  # a list: all trainings are done once per seed
-    tune: tuple[str, ...] = list_field()  # settings of the method to tune on validation samples, as lr
-    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the training clients in each round, at least one
-    counts: tuple[int, ...] = list_field()  # cross-device: how many clients train
+    tune: tuple[str, ...] = schema.list_field()  # settings of the method to tune on validation samples, as lr
+    fraction: float = schema.ranged_field(
+        1.0, schema.POSITIVE_FRACTION
+    )  # of the training clients in each round, at least one
+    counts: tuple[int, ...] = schema.list_field()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    target: tuple[str, ...] = list_field()  # source-target: domains or clients that are only tested on; each
+    target: tuple[str, ...] = schema.list_field()  # source-target: domains or clients that are only tested on; each
     global_test: bool = False  # own-test: also test the shared model on the test samples of all
     centralised: bool = False  # train on the pooled samples of all clients, without a federation
     engine: Literal["batched", "single", "flower"] = "batched"  # clients at once, one by one, or by messages
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method computes
-    workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
+    workers: int = schema.ranged_field(0, schema.NON_NEGATIVE)  # processes; 0: one per core, if the run is long enough
     transductive: bool = False  # also learn from the clients' test images, without their labels
     allow_small: bool = False  # also upload class statistics of few samples
     smoke: bool = False  # a short run: about 600 samples, 3 rounds, 10 clients, the first seed
@@ -71,7 +66,7 @@ class Settings:
     attack_strength: float = 0.0  # 0: the default of the attack
     purpose: str = ""  # what a deployed run is for, as its sites' people read it; only recorded
     contact: str = ""  # whom they can ask; only recorded
-    reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
+    reproduces: tuple[str, ...] = schema.list_field()  # tables and figures of papers, as fedot-v1/T1; only recorded
     protocol_settings: dict[str, Any] = field(default_factory=dict)  # those that only the protocol has, as given
 
     def rules(self) -> Rules:
@@ -126,23 +121,18 @@ def build(values: Mapping[str, Any]) -> Settings:
     nested = {key: read(values[key]) for key, read in NESTED_READERS.items() if key in values}
     if given := {key: value for key, value in values.items() if key in own}:
         protocol = values.get("protocol", Settings.protocol)
-        nested["protocol_settings"] = check_settings(protocol, given, protocols.protocols()[protocol])
+        nested["protocol_settings"] = schema.check_settings(protocol, given, protocols.protocols()[protocol])
     plain = {key: value for key, value in values.items() if key not in NESTED_READERS and key not in own}
-    return _check_combination(read_table(Settings, "", plain, **nested))
+    return _check_combination(schema.read_table(Settings, "", plain, **nested))
 
 
 def _refuse_unknown(key: str, method: Any, setting_names: Iterable[str]) -> None:
     """Refuse an unknown name; if it is a setting of the method, say where to write it."""
     if method is not None:
         chosen = read_method(method)
-        method_names = {setting.name for setting in fields(chosen)}
-        name = key if key in method_names else renamed(key, method_names)
-        if name and not renamed(key, setting_names):
-            called = "" if name == key else f"{key!r} is called {name!r}: "
-            raise SettingsError(
-                f"{called}{name} is a setting of the method {chosen.name}: write it in [method], or "
-                f"--set method.{name}=…"
-            )
+        if key in {setting.name for setting in fields(chosen)}:
+            remedy = f"write it in [method], or --set method.{key}=…"
+            raise SettingsError(f"{key} is a setting of the method {chosen.name}: {remedy}")
     raise unknown_name("setting", key, setting_names)
 
 
@@ -172,29 +162,20 @@ def _check_combination(settings: Settings) -> Settings:
     check_channel(settings.channel, settings.method)
     _check_verified(settings)
     if settings.centralised and adapts(settings.method):
-        raise SettingsError(
-            f"centralised = true pools the samples of all clients, but {settings.method.name} adapts to every client; "
-            "choose another method"
-        )
+        reason = f"{settings.method.name} adapts to every client"
+        raise SettingsError(f"centralised = true pools all samples, but {reason}; choose another method")
     for name, text in settings.statement.items():
         if len(text) > MAX_STATEMENT_CHARS or not text.isprintable():
-            raise SettingsError(
-                f"{name} must be one line of at most {MAX_STATEMENT_CHARS} characters, got {len(text)}; shorten it "
-                "and leave out line breaks"
-            )
+            limit = f"one line of at most {MAX_STATEMENT_CHARS} characters"
+            raise SettingsError(f"{name} must be {limit}, got {len(text)}; shorten it and leave out line breaks")
     _check_attack(settings)
     _check_transductive(settings)
     if settings.protocol in NEW_CLASS_PROTOCOLS and settings.engine == "flower":
-        raise SettingsError(
-            f"protocol = {settings.protocol!r} is measured in one process, but with engine = 'flower' local tensors "
-            "stay with the clients; leave engine out"
-        )
+        reason = "is measured in one process, but with engine = 'flower' local tensors stay with the clients"
+        raise SettingsError(f"protocol = {settings.protocol!r} {reason}; leave engine out")
     first = settings.warm_start
-    settings = replace(
-        settings,
-        method=_with_privacy_guard(settings.method, settings),
-        warm_start=None if first is None else _with_privacy_guard(first, settings),
-    )
+    warm_start = None if first is None else _with_privacy_guard(first, settings)
+    settings = replace(settings, method=_with_privacy_guard(settings.method, settings), warm_start=warm_start)
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     return settings
@@ -208,25 +189,19 @@ def attack_of(settings: Settings) -> Attack | None:
 
 def _check_transductive(settings: Settings) -> None:
     if settings.transductive and not settings.method.traits.training.unlabelled:
-        raise SettingsError(
-            f"transductive = true: {settings.method.name} does not learn from images without a label; leave it out, or "
-            'use method = "auto"'
-        )
+        reason = f"{settings.method.name} does not learn from images without a label"
+        raise SettingsError(f'transductive = true: {reason}; leave it out, or use method = "auto"')
 
 
 def _check_attack(settings: Settings) -> None:
     if attack_of(settings) is None:
         return
     if settings.engine == "flower":
-        raise SettingsError(
-            f"attack = {settings.attack!r} is simulated in one process, but with engine = 'flower' clients upload for "
-            "themselves; leave engine out"
-        )
+        reason = "is simulated in one process, but with engine = 'flower' clients upload for themselves"
+        raise SettingsError(f"attack = {settings.attack!r} {reason}; leave engine out")
     if not settings.method.rounds:
-        raise SettingsError(
-            f"attack = {settings.attack!r}: {settings.method.name} has no rounds and so no uploads; choose a method "
-            "that trains"
-        )
+        problem = f"attack = {settings.attack!r}: {settings.method.name} has no rounds"
+        raise SettingsError(f"{problem}; choose one that trains")
 
 
 def read_method(value: Any) -> Method:
@@ -234,7 +209,7 @@ def read_method(value: Any) -> Method:
     if isinstance(value, str):
         return make(value)
     if is_method(value):
-        check_ranges(value.name, value)
+        schema.check_ranges(value.name, value)
         return value
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
@@ -273,18 +248,14 @@ def read_clients(value: Any) -> Clients:
     """Return how samples become clients, from a table of settings or the name of a partition."""
     if isinstance(value, Clients):
         return value
-    return read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
-
-
-def read_channel(value: Any) -> Channel:
-    return value if isinstance(value, Channel) else read_table(Channel, "channel", value)
+    return schema.read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
 
 
 NESTED_READERS: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
     "method": read_method,
     "warm_start": lambda value: None if value is None else read_method(value),
     "clients": read_clients,
-    "channel": read_channel,
+    "channel": lambda value: value if isinstance(value, Channel) else schema.read_table(Channel, "channel", value),
 }
 
 

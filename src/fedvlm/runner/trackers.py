@@ -4,6 +4,7 @@ A tracker that fails is dropped with a note; it never stops a run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from fedvlm.errors import SettingsError, unknown_name
@@ -18,11 +19,8 @@ class Tracker(Protocol):
 
 def numbers(line: Line) -> dict[str, float]:
     """Return the numbers of a line that concern the whole training."""
-    return {
-        key: float(value)
-        for key, value in line.items()
-        if key != "round" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    numeric = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "round"}
+    return {key: float(value) for key, value in numeric.items() if not isinstance(value, bool)}
 
 
 class TensorBoard:
@@ -67,16 +65,6 @@ class MLflow:
             self.client.set_terminated(id)
 
 
-class CallbackTracker:
-    """Call a function with the name of the run and the line, for all other trackers."""
-
-    def __init__(self, function: Callable[[str, Line], None]) -> None:
-        self.line = function
-
-    def close(self) -> None:
-        pass
-
-
 TRACKER_CLASSES: Mapping[str, Callable[[str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
@@ -88,7 +76,7 @@ class Trackers:
         self.live: dict[str, Tracker] = {}
         for place, target in enumerate(targets):
             if callable(target):
-                self.live[f"callback {place + 1}"] = CallbackTracker(target)
+                self.live[f"callback {place + 1}"] = SimpleNamespace(line=target, close=lambda: None)
                 continue
             kind, _, address = target.partition(":")
             if kind not in TRACKER_CLASSES:

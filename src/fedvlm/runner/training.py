@@ -178,24 +178,17 @@ def fit_client_novelty(world: World, id: str) -> Novelty | None:
     return fit_novelty(world.read(member.train), labels, world.read(held_out))
 
 
-def _calibration_path(record: Record, name: str) -> Path:
-    return record.folder / "trainings" / f"{name}.calibration.json"
-
-
 def save_calibrations(record: Record, name: str, training: str, world: World) -> None:
     """Write the calibration of each client's classifier, unless it is there.
 
     Clients of a large federation have too few samples to be calibrated.
     """
-    path = _calibration_path(record, name)
+    path = record.folder / "trainings" / f"{name}.calibration.json"
     if path.exists() or world.has_many_clients:
         return
     shared, local_tensors = record.outcome(training, world.seed)
-    calibrations = {
-        id: calibration_to_json(fit_calibration(world, world.method.send(shared, id), local, id))
-        for id, local in local_tensors.items()
-        if id in world.members
-    }
+    fits = {id: (world.method.send(shared, id), own) for id, own in local_tensors.items() if id in world.members}
+    calibrations = {id: calibration_to_json(fit_calibration(world, *sent, id)) for id, sent in fits.items()}
     _save_novelty(record, name, world, list(calibrations))
     write_json(path, calibrations)
 
@@ -206,21 +199,14 @@ def _save_novelty(record: Record, name: str, world: World, ids: Sequence[str]) -
     with one_thread():
         fitted = {id: novelty for id in ids if (novelty := fit_client_novelty(world, id)) is not None}
     if fitted:
-        tensors = {
-            f"{number}/{key}": value
-            for number, novelty in enumerate(fitted.values())
-            for key, value in novelty._asdict().items()
-        }
-        write_tensors(_novelty_path(record, name), tensors, {"clients": list(fitted)})
-
-
-def _novelty_path(record: Record, name: str) -> Path:
-    return record.folder / "trainings" / f"{name}.novelty"
+        parts = [novelty._asdict() for novelty in fitted.values()]
+        tensors = {f"{number}/{key}": value for number, part in enumerate(parts) for key, value in part.items()}
+        write_tensors(record.folder / "trainings" / f"{name}.novelty", tensors, {"clients": list(fitted)})
 
 
 def read_novelty(record: Record, name: str, id: str) -> Novelty | None:
     """Return a client's detector of strange images; None if the run has none."""
-    path = _novelty_path(record, name)
+    path = record.folder / "trainings" / f"{name}.novelty"
     if not path.exists():
         return None
     tensors, about = read_tensors(path)
@@ -232,7 +218,7 @@ def read_novelty(record: Record, name: str, id: str) -> Novelty | None:
 
 def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
     """Return a client's calibration; None if the run has none, as a deployed one whose samples are at the sites."""
-    path = _calibration_path(record, name)
+    path = record.folder / "trainings" / f"{name}.calibration.json"
     payload = read_json(path).get(id) if path.exists() else None
     return None if payload is None else calibration_from_json(payload)
 

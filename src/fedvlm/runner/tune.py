@@ -88,10 +88,8 @@ def check_tunable(settings: Settings) -> None:
             names = ", ".join(tunable_settings(method)) or "nothing"
             raise SettingsError(f"tune = {name!r}: {method.name} has {names} to tune")
     if isinstance(method, Noisy):
-        raise SettingsError(
-            f"tune: {method.name} counts the ε of its own noise for a single run, and tuning takes several; "
-            f"set method.{settings.tune[0]} instead"
-        )
+        problem = f"tune: {method.name} counts the ε of its own noise for a single run, and tuning takes several"
+        raise SettingsError(f"{problem}; set method.{settings.tune[0]} instead")
     if settings.warm_start is not None:
         raise SettingsError("tune and warm_start cannot be combined; leave one of them out")
 
@@ -134,12 +132,9 @@ def halving_rungs(settings: Settings) -> Rungs:
     finalists = choose_finalists(trials)
     yield [TrialStep(trial, method.rounds) for trial in finalists]
     names = ("values", "rounds", "updates", "score", "samples")
-    return {
-        "asked": {name: asdict(method)[name] for name in settings.tune},
-        "chosen": choose_values(finalists),
-        "trials": [{name: getattr(trial, name) for name in names} for trial in trials],
-        "spent": _privacy_spend(trials),
-    }
+    asked = {name: asdict(method)[name] for name in settings.tune}
+    recorded = [{name: getattr(trial, name) for name in names} for trial in trials]
+    return {"asked": asked, "chosen": choose_values(finalists), "trials": recorded, "spent": _privacy_spend(trials)}
 
 
 def choose_finalists(trials: Sequence[Trial]) -> list[Trial]:
@@ -275,10 +270,8 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
     # Without validation samples an engine measures training samples, which would favour any large lr.
     judges = {id: n for id in training.unseen or training.train if (n := len(world.members[id].validation))}
     if not judges:
-        raise SettingsError(
-            f"tune = {list(settings.tune)}: no client of training {training.name} has validation samples; give "
-            "them a part in clients.ratios, or leave tune out"
-        )
+        problem = f"tune = {list(settings.tune)}: no client of training {training.name} has validation samples"
+        raise SettingsError(f"{problem}; give them a part in clients.ratios, or leave tune out")
     state, initial_local = initial_state(world)
     trial.states.setdefault(training.name, state)
     plan = Plan(training.train, training.unseen, settings.fraction)
@@ -288,11 +281,7 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
 
 
 def continue_trial(
-    trial: Trial,
-    name: str,
-    training: TrialTraining,
-    until: int,
-    on_state: Callable[[State], None] = lambda state: None,
+    trial: Trial, name: str, training: TrialTraining, until: int, on_state: Callable[[State], None] = lambda state: None
 ) -> Mapping[str, Scores]:
     """Continue one training of a trial up to a round and measure it; `on_state` gets the state after each round."""
     terms, engine, plan, initial_local = training

@@ -37,7 +37,7 @@ from fedvlm.engines.flower.client import describe_local, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
-from fedvlm.runner.prepare import split_text, template_of, text_of
+from fedvlm.runner.prepare import label_keys, split_text, template_of, text_of
 from fedvlm.storage.files import read_json, read_tensors, write_json, write_tensors
 
 HISTORY_FILE = "sums.json"  # in `state`: members and samples of the sums that this site took part in
@@ -93,7 +93,6 @@ def erase_key(path: Path) -> None:
 
 
 def erase_expired_keys(folder: Path) -> None:
-    """Erase the keys of sessions that are past their deadline."""
     for path in folder.glob(f"state/*/session/{SESSION_KEY_FILE}"):
         try:
             plan = read_plan((path.parent / "plan.json").read_bytes())
@@ -465,13 +464,6 @@ def sample_hashes(world: World, name: str) -> dict[str, list[str]]:
             for key in label_keys(label, world.frozen.classes):
                 out.setdefault(key, []).append(digest)
     return {name: sorted(out[name]) for name in sorted(out)}
-
-
-def label_keys(label: int | list[int], classes: Sequence[str]) -> list[str]:
-    """Name what a label says: its class, or each known finding; the server chooses the order of the classes."""
-    if isinstance(label, int):
-        return [classes[label]]
-    return [f"{name} {value}" for name, value in zip(classes, label, strict=True) if value >= 0] or ["unknown"]
 
 
 def commit_data(salt: bytes, samples: Mapping[str, Sequence[str]]) -> str:

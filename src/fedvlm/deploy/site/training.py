@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
@@ -252,7 +253,9 @@ def describe_site(
         facts |= compare_correct(*((part.argmax(1) == truth).numpy() for part in logits))
     if not policy.plain or policy.score_detail != "exact":
         exact = ("samples", "difference", "half_width")
-        return {key: round(value * SCORE_STEPS) / SCORE_STEPS for key, value in facts.items() if key not in exact}
+        rounding = {"embeddings": floor, "by_chance": ceil}  # so that no site is called different by rounding
+        facts = {key: value for key, value in facts.items() if key not in exact}
+        return {key: rounding.get(key, round)(value * SCORE_STEPS) / SCORE_STEPS for key, value in facts.items()}
     shown = {f"count {i}": count for i, count in enumerate(counts.tolist()) if not 0 < count < min_count}
     if site_training.samples is None:  # a rehearsal's
         return {key: value for key, value in facts.items() if key != "samples"}

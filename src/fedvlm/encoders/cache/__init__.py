@@ -52,10 +52,8 @@ class Entry:
         raise DataError(f"cannot read {path} ({reason}); `fedvlm cache rm {self.fingerprint[:16]}` removes the entry")
 
     def tables(self) -> dict[str, RowFile]:
-        return {
-            name: RowFile(self.folder / name, self._lock, dtype, tuple(shape))
-            for name, (dtype, shape) in self.meta()["tables"].items()
-        }
+        tables = self.meta()["tables"].items()
+        return {name: RowFile(self.folder / name, self._lock, dtype, tuple(shape)) for name, (dtype, shape) in tables}
 
     def table(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> RowFile | None:
         """Return a table by name; create it if `shape` is given, otherwise return None if it does not exist."""
@@ -68,10 +66,8 @@ class Entry:
                 self._write(meta)
             stored_dtype, stored_shape = meta["tables"][name]
         if shape is not None and (stored_dtype, tuple(stored_shape)) != (dtype, shape):
-            raise DataError(
-                f"the cache holds {name} of shape {tuple(stored_shape)} for {meta['encoder']}, which now "
-                f"has {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
-            )
+            held = f"{name} of shape {tuple(stored_shape)} for {meta['encoder']}, which now has {shape}"
+            raise DataError(f"the cache holds {held}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`")
         return RowFile(self.folder / name, self._lock, stored_dtype, tuple(stored_shape))
 
     def ensure_table(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowFile:
@@ -179,10 +175,7 @@ def find_entry(root: Path, prefix: str) -> Entry:
     matches = [entry for entry in _entries(root) if entry.fingerprint.startswith(prefix)]
     if len(matches) != 1:
         names = ", ".join(entry.fingerprint[:16] for entry in matches or _entries(root)) or "none"
-        raise DataError(
-            f"{len(matches)} entries of the cache at {root} begin with {prefix!r}; "
-            f"give more digits of one fingerprint: {names}"
-        )
+        raise DataError(f"{len(matches)} entries of the cache at {root} begin with {prefix!r}; give more of: {names}")
     return matches[0]
 
 
@@ -192,9 +185,7 @@ def _lock_exclusively(root: Path, entry: Entry) -> Iterator[None]:
         with file_lock(_lock(root, entry.fingerprint, "use"), wait=False):
             yield
     except BlockingIOError:
-        raise DataError(
-            f"the cache entry {entry.fingerprint[:16]} is in use by another process; wait until it is done"
-        ) from None
+        raise DataError(f"the cache entry {entry.fingerprint[:16]} is in use by another process; wait for it") from None
 
 
 def _lock(root: Path, fingerprint: str, purpose: str) -> Path:

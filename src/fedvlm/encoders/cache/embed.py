@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import Dataset, Digests, EmbeddedTable, count_classes
+from fedvlm.data.table import Dataset, Digests, EmbeddedTable, count_classes, select_columns
 from fedvlm.encoders import BATCH, Batching, Encoder, Vectors, fingerprint
 from fedvlm.encoders.cache import Entry, cache_directory, find_entry, lock_entry
 from fedvlm.encoders.cache.rows import Claims, RowFile
@@ -82,9 +82,8 @@ class DatasetImages:
         self._stop_if_many()
 
     def skipped(self) -> list[tuple[str, str]]:
-        reasons = (
-            (row, self._unread.get(row) or self._undecoded.get(digest)) for row, digest in enumerate(self.digests)
-        )
+        pairs = enumerate(self.digests)
+        reasons = ((row, self._unread.get(row) or self._undecoded.get(digest)) for row, digest in pairs)
         return [(self._dataset.source.name(row), reason) for row, reason in reasons if reason]
 
     def _stop_if_many(self) -> None:
@@ -100,14 +99,12 @@ class DatasetImages:
         """Return the rows that can be read; refuse a class without any."""
         fine = [bool(d) and d not in self._undecoded for d in self.digests]
         rows = np.flatnonzero(np.array(fine))
-        lost_classes = np.flatnonzero(
-            (count_classes(self._dataset, slice(None)) > 0) & (count_classes(self._dataset, rows) == 0)
-        )
+        before, after = (count_classes(self._dataset, part) for part in (slice(None), rows))
+        lost_classes = np.flatnonzero((before > 0) & (after == 0))
         if lost_classes.size:
-            raise DataError(
-                f"no image of class {self._dataset.classes[int(lost_classes[0])]!r} of "
-                f"{self._dataset.name} can be read; replace the images or remove the class"
-            )
+            name = self._dataset.classes[int(lost_classes[0])]
+            problem = f"no image of class {name!r} of {self._dataset.name} can be read"
+            raise DataError(f"{problem}; replace the images or remove the class")
         return rows
 
 
@@ -162,12 +159,7 @@ def embed(
             name=dataset.name,
             classes=dataset.classes,
             x=_unit_rows(tables.pooled, content),
-            labels=dataset.labels[rows],
-            domains=dataset.domains[rows],
-            clients=dataset.clients[rows],
-            splits=dataset.splits[rows],
-            groups=None if dataset.groups is None else dataset.groups[rows],
-            subgroups={key: column[rows] for key, column in dataset.subgroups.items()},
+            **select_columns(dataset, rows),
             content=Digests(b"".join(content)),
             scale=encoder.scale,
             text=text,
@@ -304,10 +296,8 @@ class _Run:
         return Vectors(pooled, grid)
 
     def _refuse(self, problem: str, digest: bytes) -> EncoderError:
-        return EncoderError(
-            f"{self.encoder.name} returned {problem} for {self.images.name(digest)}; "
-            "earlier batches are cached: repair the encoder, or remove the image, and run again"
-        )
+        remedy = "earlier batches are cached: repair the encoder, or remove the image, and run again"
+        return EncoderError(f"{self.encoder.name} returned {problem} for {self.images.name(digest)}; {remedy}")
 
 
 def _unit_rows(table: RowFile, content: list[bytes]) -> Tensor:

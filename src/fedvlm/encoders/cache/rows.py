@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from fedvlm.errors import DataError
 from fedvlm.storage import files
 
+REMEDY = "point FEDVLM_CACHE to a directory on a disk you can write to"
+DROP_HINT = "`fedvlm cache verify --drop` removes"
+
 
 @contextmanager
 def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
@@ -32,7 +35,7 @@ def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[N
     file = _open(path)
     try:
         how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        with _explained(path):
+        with explain_write_errors(path, "lock"):
             fcntl.flock(file, how if wait else how | fcntl.LOCK_NB)
         yield
     finally:
@@ -51,7 +54,7 @@ class Claims:
 
     def take(self, digest: bytes) -> bool:
         """Claim an image; return False if another process has claimed it."""
-        with suppress(BlockingIOError), _explained(self._path):
+        with suppress(BlockingIOError), explain_write_errors(self._path, "lock"):
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(digest))
             return True
         return False
@@ -62,7 +65,7 @@ class Claims:
 
     def wait(self, digest: bytes) -> None:
         """Wait until the process that claimed it is done or dead; never while holding claims, to avoid a deadlock."""
-        with _explained(self._path):
+        with explain_write_errors(self._path, "lock"):
             fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _place(digest))
         self.release([digest])
 
@@ -75,21 +78,19 @@ def _place(digest: bytes) -> int:
 
 
 def _open(path: Path) -> int:
-    with _explained(path):
+    with explain_write_errors(path, "lock"):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path, verb: str = "write") -> Iterator[None]:
+    """Turn a full or read-only disk into a DataError with a remedy."""
     try:
         yield
     except BlockingIOError:
         raise
     except OSError as error:
-        raise DataError(
-            f"cannot lock {path} ({error.strerror or error}); "
-            "point FEDVLM_CACHE to a directory on a disk you can write to"
-        ) from error
+        raise DataError(f"cannot {verb} {path} ({error.strerror or error}); make room there, or {REMEDY}") from error
 
 
 RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
@@ -161,10 +162,8 @@ class RowFile:
             size = self._rows.stat().st_size if self._rows.exists() else 0
             # after what a kill left, and never a number that was used before
             first = max(-(-size // self.size), self._end)
-            records = [
-                _record(digest, row, crc32(body))
-                for row, (digest, body) in enumerate(zip(new_rows, data, strict=True), first)
-            ]
+            pairs = enumerate(zip(new_rows, data, strict=True), first)
+            records = [_record(digest, row, crc32(body)) for row, (digest, body) in pairs]
             _write(self._rows, first * self.size, data)
             try:
                 _write(self._index, self._read, records)
@@ -203,10 +202,7 @@ class RowFile:
         """Map all rows; changes to the array never reach the file."""
         size = self._rows.stat().st_size if self._rows.exists() else 0
         if size < self._end * self.size:
-            raise DataError(
-                f"{self._rows} has {size} bytes instead of {self._end * self.size}; "
-                "`fedvlm cache verify --drop` removes the lost rows"
-            )
+            raise DataError(f"{self._rows} has {size} bytes, not {self._end * self.size}; {DROP_HINT} lost rows")
         if not self._end:
             return np.empty((0, *self.shape), self.dtype)
         return np.memmap(self._rows, self.dtype, "c", shape=(self._end, *self.shape))
@@ -226,11 +222,8 @@ class RowFile:
 
     def drop(self, digests: set[bytes]) -> None:
         """Rewrite the index without these rows and without damaged records."""
-        records = [
-            _record(digest, *row_and_checksum)
-            for digest, row_and_checksum in self._rows_by_digest.items()
-            if digest not in digests
-        ]
+        kept = {digest: place for digest, place in self._rows_by_digest.items() if digest not in digests}
+        records = [_record(digest, *place) for digest, place in kept.items()]
         with explain_write_errors(self._index):
             files.write_file(self._index, b"".join(records))
         self._rows_by_digest, self._read, self._end, self.damaged = {}, 0, 0, []
@@ -242,27 +235,12 @@ def check_sums(rows: NDArray[Any], sums: NDArray[np.uint32], location: Path | st
     for place, (row, checksum) in enumerate(zip(rows, sums.tolist(), strict=True)):
         if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != checksum:
             row_name = f"row {numbers[place]}" if numbers else "a row"
-            raise DataError(
-                f"{row_name} of {location} is damaged; `fedvlm cache verify --drop` removes damaged "
-                "rows, and the next run encodes them again"
-            )
+            raise DataError(f"{row_name} of {location} is damaged; {DROP_HINT} it, and the next run encodes it")
 
 
 def _record(digest: bytes, row: int, checksum: int) -> bytes:
     body = RECORD.pack(digest, row, checksum, 0)[:RECORD_BODY_BYTES]
     return body + struct.pack("<I", crc32(body))
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into a DataError with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot write {path} ({error.strerror or error}); make room there, "
-            "or point FEDVLM_CACHE to another directory"
-        ) from error
 
 
 def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:

@@ -3,34 +3,13 @@
 from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols import (
     base_to_new,  # noqa: F401
+    contract,
     cross_data_set,  # noqa: F401
     cross_device,  # noqa: F401
     leave_one_domain_out,  # noqa: F401
     own_test,  # noqa: F401
     source_target,  # noqa: F401
 )
-from fedvlm.evaluate.protocols.contract import (
-    Participants,
-    Rules,
-    Training,
-    TrainingResults,
-    Weights,
-    make_protocol,
-    protocols,
-    register,
-    uniform_weights,
-)
+from fedvlm.evaluate.protocols.contract import *  # noqa: F403
 
-__all__ = [
-    "Participants",
-    "Rules",
-    "Table",
-    "Training",
-    "TrainingResults",
-    "Weights",
-    "make_protocol",
-    "mean_accuracy",
-    "protocols",
-    "register",
-    "uniform_weights",
-]
+__all__ = ["Table", "mean_accuracy", *contract.__all__]

@@ -4,29 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedvlm.evaluate.metrics import Table, mean_accuracy
-from fedvlm.evaluate.protocols.contract import (
-    Participants,
-    Training,
-    TrainingResults,
-    Weights,
-    register,
-    uniform_weights,
-)
+from fedvlm.evaluate.protocols import contract
 
 NEW = "new"  # before a client's id: its test samples of classes without training
 
 
-@register
+@contract.register
 @dataclass(frozen=True)
 class BaseToNew:
     name = "base-to-new"
     summary = "train on the first half of the classes, test on them and on the others"
     every_round = False
 
-    def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
-        return [Training("base", tuple(domains), ())]
+    def trainings(self, domains: Mapping[str, str], seed: int) -> list[contract.Training]:
+        return [contract.Training("base", tuple(domains), ())]
 
-    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: contract.TrainingResults, generalises: bool) -> Table:
         ((training, scores),) = done.values()
         base = mean_accuracy(scores, training.train)
         new = mean_accuracy(scores, [f"{NEW} {id}" for id in training.train])
@@ -36,9 +29,9 @@ class BaseToNew:
             out |= {f"new {id}": mean_accuracy(scores, [f"{NEW} {id}"])}
         return out
 
-    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
+    def weights(self, participants: contract.Participants, generalises: bool) -> dict[str, contract.Weights]:
         ((name, (train, _)),) = participants.items()
-        return {"base": uniform_weights(name, train)}
+        return {"base": contract.uniform_weights(name, train)}
 
 
 def harmonic(a: float | None, b: float | None) -> float | None:

@@ -18,6 +18,18 @@ if TYPE_CHECKING:  # tables of finished runs are made without torch
     from fedvlm.data.partition import Partition
     from fedvlm.data.table import EmbeddedTable
 
+__all__ = [
+    "Participants",
+    "Rules",
+    "Training",
+    "TrainingResults",
+    "Weights",
+    "make_protocol",
+    "protocols",
+    "register",
+    "uniform_weights",
+]
+
 Weights = Mapping[tuple[str, str], float]  # of (training, client) in a column
 Participants = Mapping[str, tuple[Sequence[str], Sequence[str]]]  # by training: who trains, who is unseen
 GROUP = "fedvlm.protocols"
@@ -65,10 +77,8 @@ def register(rules: T) -> T:
     """Check a protocol and add it to the registry."""
     name = getattr(rules, "name", None)
     if not is_dataclass(rules) or not isinstance(name, str):
-        raise SettingsError(
-            f"protocol {rules.__name__}: it is a frozen dataclass with a `name`; put "
-            "@dataclass(frozen=True) below @register and add one"
-        )
+        remedy = "put @dataclass(frozen=True) below @register and add one"
+        raise SettingsError(f"protocol {rules.__name__}: it is a frozen dataclass with a `name`; {remedy}")
     for verb in ("trainings", "table", "weights", "summary", "every_round"):
         if not hasattr(rules, verb):
             raise SettingsError(f"protocol {rules.__name__}: no {verb}; add it")
@@ -88,20 +98,16 @@ def make_protocol(name: str, **settings: Any) -> Rules:
         load_outside(GROUP)
     if name not in PROTOCOLS:
         raise unknown_name("protocol", name, PROTOCOLS)
-    setting_names = {entry.name for entry in fields(PROTOCOLS[name])}
+    names_of = {protocol: {field.name for field in fields(rules)} for protocol, rules in PROTOCOLS.items()}
+    setting_names = names_of[name]
     for key, value in settings.items():
         if value and key not in setting_names:
-            owners = [repr(protocol_name) for protocol_name, entry in PROTOCOLS.items() if key in _setting_names(entry)]
-            raise SettingsError(
-                f"{key} = {list(value) if isinstance(value, tuple) else value} is for protocol = "
-                f"{' or '.join(owners)}, not {name!r}; leave one of them out"
-            )
+            owners = [repr(protocol) for protocol, names in names_of.items() if key in names]
+            shown = list(value) if isinstance(value, tuple) else value
+            problem = f"{key} = {shown} is for protocol = {' or '.join(owners)}, not {name!r}"
+            raise SettingsError(f"{problem}; leave one of them out")
     made: Rules = PROTOCOLS[name](**{key: settings[key] for key in settings.keys() & setting_names})
     return made
-
-
-def _setting_names(rules: Any) -> set[str]:
-    return {field.name for field in fields(rules)}
 
 
 def uniform_weights(training: str, ids: Sequence[str]) -> Weights:
@@ -136,10 +142,8 @@ def check_training_data(method: Method, table: EmbeddedTable, partition: Partiti
     min_samples = method.traits.training.min_samples
     for id in training.train:
         if (count := len(partition.clients[id].train)) < min_samples:
-            raise DataError(
-                f"client {id} has {count} training samples, but {method.name} needs at least {min_samples} "
-                "at every client; give it more samples, or leave it out"
-            )
+            needs = f"{method.name} needs at least {min_samples} at every client; give it more samples, or leave it out"
+            raise DataError(f"client {id} has {count} training samples, but {needs}")
     if not has_reference(method):
         return
     rows = reference_samples(method, partition, training)

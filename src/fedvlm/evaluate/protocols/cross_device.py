@@ -6,17 +6,10 @@ from dataclasses import dataclass
 from fedvlm import seeds
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import Table, mean_accuracy
-from fedvlm.evaluate.protocols.contract import (
-    Participants,
-    Training,
-    TrainingResults,
-    Weights,
-    register,
-    uniform_weights,
-)
+from fedvlm.evaluate.protocols import contract
 
 
-@register
+@contract.register
 @dataclass(frozen=True)
 class CrossDevice:
     counts: tuple[int, ...] = ()  # numbers of training clients, one training each
@@ -26,7 +19,7 @@ class CrossDevice:
     summary = "train on n clients, test on a fixed set of unseen ones"
     every_round = False
 
-    def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
+    def trainings(self, domains: Mapping[str, str], seed: int) -> list[contract.Training]:
         ids, counts, unseen = list(domains), self.counts, self.unseen
         max_count = max(counts, default=0)
         if min(counts, default=0) < 1 or unseen < 1 or max_count + unseen > len(ids):
@@ -39,9 +32,11 @@ class CrossDevice:
         order = [ids[i] for i in seeds.numbers("unseen", len(ids)).permutation(len(ids))]
         held_out, rest = order[:unseen], sorted(order[unseen:])
         drawn = [rest[i] for i in seeds.numbers("training clients", seed).permutation(len(rest))]
-        return [Training(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(held_out))) for count in counts]
+        return [
+            contract.Training(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(held_out))) for count in counts
+        ]
 
-    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: contract.TrainingResults, generalises: bool) -> Table:
         out: Table = {}
         for training, scores in done.values():
             unseen = mean_accuracy(scores, training.unseen) if generalises else None
@@ -49,10 +44,10 @@ class CrossDevice:
             out[f"own, n={training.name}"] = mean_accuracy(scores, training.train)
         return out
 
-    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
-        out: dict[str, Weights] = {}
+    def weights(self, participants: contract.Participants, generalises: bool) -> dict[str, contract.Weights]:
+        out: dict[str, contract.Weights] = {}
         for name, (train, unseen) in participants.items():
-            out[f"own, n={name}"] = uniform_weights(name, train)
+            out[f"own, n={name}"] = contract.uniform_weights(name, train)
             if generalises:
-                out[f"unseen, n={name}"] = uniform_weights(name, unseen)
+                out[f"unseen, n={name}"] = contract.uniform_weights(name, unseen)
         return out

@@ -19,18 +19,13 @@ class LeaveOneDomainOut:
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
         domain_names = sorted(set(domains.values()))
         if len(domain_names) < 2 or "" in domain_names:
-            raise SettingsError(
-                f"leave-one-domain-out needs two or more domains; the clients have "
-                f"{', '.join(map(repr, domain_names))}; use protocol = 'own-test', or data with domains"
+            problem = (
+                f"leave-one-domain-out needs two or more domains; the clients have {', '.join(map(repr, domain_names))}"
             )
-        return [
-            Training(
-                target,
-                tuple(id for id, domain in domains.items() if domain != target),
-                tuple(id for id, domain in domains.items() if domain == target),
-            )
-            for target in domain_names
-        ]
+            raise SettingsError(f"{problem}; use protocol = 'own-test', or data with domains")
+        ids = {target: tuple(id for id, domain in domains.items() if domain == target) for target in domain_names}
+        rest = {target: tuple(id for id, domain in domains.items() if domain != target) for target in domain_names}
+        return [Training(target, rest[target], ids[target]) for target in domain_names]
 
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         a = _cells(domains, done)

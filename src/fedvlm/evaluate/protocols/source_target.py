@@ -6,19 +6,12 @@ from statistics import fmean
 
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS, Results, Table, mean_accuracy, mean_metric
-from fedvlm.evaluate.protocols.contract import (
-    Participants,
-    Training,
-    TrainingResults,
-    Weights,
-    register,
-    uniform_weights,
-)
+from fedvlm.evaluate.protocols import contract
 
 EVERY_DOMAIN = "each"  # instead of a target: every domain in turn
 
 
-@register
+@contract.register
 @dataclass(frozen=True)
 class SourceTarget:
     target: tuple[str, ...] = ()  # domains or clients that are only tested on; or "each"
@@ -27,29 +20,26 @@ class SourceTarget:
     summary = "train on clients, test also on the unseen domains named in target; FAA-CLIP"
     every_round = True
 
-    def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
+    def trainings(self, domains: Mapping[str, str], seed: int) -> list[contract.Training]:
         if self.target == (EVERY_DOMAIN,):
             domain_names = sorted(set(domains.values()))
             if len(domain_names) < 2 or "" in domain_names:
-                raise SettingsError(
-                    f'target = "{EVERY_DOMAIN}" takes every domain in turn, and the clients have '
-                    f"{', '.join(map(repr, domain_names))}; name a target, or use data with domains"
-                )
+                found = ", ".join(map(repr, domain_names))
+                problem = f'target = "{EVERY_DOMAIN}" takes every domain in turn, and the clients have {found}'
+                raise SettingsError(f"{problem}; name a target, or use data with domains")
             return [self._training(domains, (domain,)) for domain in domain_names]
         return [self._training(domains, self.target)]
 
-    def _training(self, domains: Mapping[str, str], target: tuple[str, ...]) -> Training:
+    def _training(self, domains: Mapping[str, str], target: tuple[str, ...]) -> contract.Training:
         held_out = [id for id in domains if id in target or domains[id] in target]
         rest = [id for id in domains if id not in held_out]
         if not held_out or not rest:
-            raise SettingsError(
-                f"source-target tests on target = {list(target)}, which leaves {len(rest)} "
-                f"clients to train and {len(held_out)} unseen; name one or more domains, but not all "
-                "of them"
-            )
-        return Training(", ".join(target), tuple(rest), tuple(held_out))
+            left = f"leaves {len(rest)} clients to train and {len(held_out)} unseen"
+            problem = f"source-target tests on target = {list(target)}, which {left}"
+            raise SettingsError(f"{problem}; name one or more domains, but not all of them")
+        return contract.Training(", ".join(target), tuple(rest), tuple(held_out))
 
-    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: contract.TrainingResults, generalises: bool) -> Table:
         tables = {name: metric_table(*entry, generalises) for name, entry in done.items()}
         if self.target != (EVERY_DOMAIN,):
             (table,) = tables.values()
@@ -63,7 +53,7 @@ class SourceTarget:
             out |= {f"{key}, target {name}": value for key, value in entry.items()}
         return out
 
-    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
+    def weights(self, participants: contract.Participants, generalises: bool) -> dict[str, contract.Weights]:
         out: dict[str, dict[tuple[str, str], float]] = {"clients accuracy": {}}
         if generalises:
             out |= {"target accuracy": {}, "average": {}}
@@ -71,12 +61,12 @@ class SourceTarget:
             groups = {"clients accuracy": train, "target accuracy": unseen}
             groups["average"] = [*train, *unseen]
             for key, weights in out.items():
-                for cell, weight in uniform_weights(name, groups[key]).items():
+                for cell, weight in contract.uniform_weights(name, groups[key]).items():
                     weights[cell] = weight / len(participants)
         return dict(out)
 
 
-def metric_table(training: Training, scores: Results, generalises: bool) -> Table:
+def metric_table(training: contract.Training, scores: Results, generalises: bool) -> Table:
     """Return every metric averaged over the clients and on the target, with equal weights."""
     out: Table = {}
     everyone = (*training.train, *training.unseen)

@@ -14,17 +14,9 @@ from fedvlm import tensors
 from fedvlm.channel.settings import Channel
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import protocols
+from fedvlm.evaluate import protocols, statistics
 from fedvlm.evaluate.metrics import METRICS, mean_and_std, unpack_correct
 from fedvlm.evaluate.protocols import contract
-from fedvlm.evaluate.statistics import (
-    Cell,
-    Contributions,
-    Difference,
-    compare_with_best,
-    sum_by_group,
-    weighted_correct,
-)
 from fedvlm.maths import orthogonal
 from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
@@ -75,7 +67,7 @@ def build_model(
     """Return what a page of these runs shows; `paper` has published numbers by row and column."""
     if not records:
         raise SettingsError("no run is named; give one or more run directories")
-    trainings = [_all_trainings(record) for record in records]
+    trainings = [{seed: read_trainings(run, seed) for seed in run.manifest["identity"]["seeds"]} for run in records]
     runs = [_run_model(record, by_seed) for record, by_seed in zip(records, trainings, strict=True)]
     for run, name in zip(runs, run_names([run["identity"] for run in runs], unique=True), strict=True):
         run["name"] = name
@@ -104,10 +96,6 @@ def run_kind(run: Run) -> int:
     if run["identity"].get("centralised"):
         return BASELINES["pooled"]
     return BASELINES.get(run["identity"]["method"]["name"], FEDERATED)
-
-
-def _all_trainings(record: Record) -> Trainings:
-    return {seed: read_trainings(record, seed) for seed in record.manifest["identity"]["seeds"]}
 
 
 def _run_model(record: Record, trainings: Trainings) -> dict[str, Any]:
@@ -236,16 +224,16 @@ def compare_runs(runs: Sequence[Run], trainings: Sequence[Trainings], columns: S
         if len(comparable) < 2:
             continue
         pooled = [place for place in comparable if run_kind(runs[int(place)]) == BASELINES["pooled"]]
-        verdict = _verdict(*compare_with_best(comparable, pooled))
+        verdict = _verdict(*statistics.compare_with_best(comparable, pooled))
         federated = [place for place in comparable if run_kind(runs[int(place)]) == FEDERATED]
         if federated:
             others = [place for place in comparable if place not in federated]
-            verdict["federated"] = _verdict(*compare_with_best(comparable, others))
+            verdict["federated"] = _verdict(*statistics.compare_with_best(comparable, others))
         verdicts[column] = verdict
     return verdicts
 
 
-def _verdict(best: str, differences: Mapping[str, Difference]) -> dict[str, Any]:
+def _verdict(best: str, differences: Mapping[str, statistics.Difference]) -> dict[str, Any]:
     half_widths = [(interval.high - interval.low) / 2 for interval in differences.values()]
     order = sorted(differences, key=lambda place: -differences[place].mean)
     return {
@@ -259,13 +247,13 @@ def _verdict(best: str, differences: Mapping[str, Difference]) -> dict[str, Any]
     }
 
 
-def _sample_scores(run: Run, trainings: Trainings, column: str) -> list[Contributions]:
+def _sample_scores(run: Run, trainings: Trainings, column: str) -> list[statistics.Contributions]:
     """Return a column sample by sample, one entry per seed; nothing if the record cannot give it."""
     if run["tables"][0].get(column) is None:
         return []
     out = []
     for by_name in trainings.values():
-        correct: dict[Cell, NDArray[np.float64]] = {}
+        correct: dict[statistics.Cell, NDArray[np.float64]] = {}
         members: dict[str, tuple[list[str], list[str]]] = {}
         for training, outcome in by_name.items():
             tested = {id: client for id, client in outcome["scores"].items() if client["test_rows"]}
@@ -273,13 +261,13 @@ def _sample_scores(run: Run, trainings: Trainings, column: str) -> list[Contribu
                 return []
             for id, client in tested.items():
                 is_correct = unpack_correct(client["hits"], client["test_rows"])
-                correct[training, id] = sum_by_group(is_correct, client.get("groups"))
+                correct[training, id] = statistics.sum_by_group(is_correct, client.get("groups"))
             train, unseen = ([id for id in outcome[key] if id in tested] for key in ("train", "unseen"))
             members[training] = (train, unseen)
         weights = protocols.make_protocol(run["identity"]["protocol"]).weights(members, True).get(column)
         if not weights or any(cell not in correct for cell in weights):
             return []
-        out.append(weighted_correct(weights, correct))
+        out.append(statistics.weighted_correct(weights, correct))
     return out
 
 
@@ -307,9 +295,8 @@ def _column_sentence(runs: Sequence[Run], column: str, verdict: Mapping[str, Any
     chosen = verdict.get("federated", verdict)
     best = runs[chosen["best"]]
     is_federated = "federated" in verdict
-    rivals = [
-        place for place in map(int, chosen["differences"]) if (run_kind(runs[place]) == FEDERATED) == is_federated
-    ]
+    places = map(int, chosen["differences"])
+    rivals = [place for place in places if (run_kind(runs[place]) == FEDERATED) == is_federated]
     similar = [runs[place] for place in chosen["similar"] if place in rivals]
     worse = len(rivals) - len(similar)
     subject = "the best federated method is" if is_federated else "the highest accuracy is that of"
@@ -361,10 +348,8 @@ def run_warnings(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         for note in dict.fromkeys(run["notes"] or ()):
             names.setdefault(note, []).append(run["name"])
-    return [
-        note if note.startswith(tuple(f"{name}:" for name in concerned)) else f"{', '.join(concerned)}: {note}"
-        for note, concerned in names.items()
-    ]
+    prefixes = {note: tuple(f"{name}:" for name in concerned) for note, concerned in names.items()}
+    return [n if n.startswith(prefixes[n]) else f"{', '.join(concerned)}: {n}" for n, concerned in names.items()]
 
 
 def diagnostic_ranges(trainings: Trainings) -> dict[str, list[float]]:

@@ -40,15 +40,9 @@ ROUND_CHARTS = (  # key of the curve, title, whether it is a fraction
 DIAGNOSTIC_NAMES = {"condition number": "condition number κ", "gamma": "γ, fraction of an image that prompts take"}
 
 
-def write_page(
-    records: Sequence[Record],
-    out: Path,
-    title: str = "",
-    paper: Mapping[str, Mapping[str, float]] | None = None,
-    command: str = "",
-) -> Path:
+def write_page(records: Sequence[Record], out: Path, title: str = "") -> Path:
     """Write one page of all these runs."""
-    return write_model(build_model(records, title, paper, command), out)
+    return write_model(build_model(records, title), out)
 
 
 def write_model(model: Model, out: Path) -> Path:
@@ -61,7 +55,7 @@ def render_page(model: Model) -> str:
     sections: list[Callable[[Model], Any]] = [partitions, matrices, client_chart, client_gains, confusion]
     sections += [round_figures, calibration_figures, diagnostic_figures, subgroup_figures]
     return open_template("report.html").render(
-        audit_columns=list(AUDIT_COLUMNS),
+        audit_columns=AUDIT_COLUMNS,
         **page_shell(),
         **{section.__name__: section(model) for section in sections},
         model=model,
@@ -76,9 +70,13 @@ def open_template(name: str, package: str = "fedvlm.report.page") -> "Template":
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
     loaders = [FileSystemLoader(str(files(package))), PackageLoader("fedvlm.report.page", "templates")]
-    env = Environment(
-        loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    options: dict[str, Any] = {
+        "autoescape": True,
+        "undefined": StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
+    env = Environment(loader=ChoiceLoader(loaders), **options)
     env.globals.update(colour=line_class, draw_outliers=draw_outliers, diagnostic_names=DIAGNOSTIC_NAMES)
     env.filters.update(subgroup_cells=subgroup_cells)
     env.filters.update(percent=format_percent, shade=shade_class, digits=four_digits, bytes=format_bytes)
@@ -169,10 +167,8 @@ def settings_table(model: Model) -> list[tuple[str, list[str]]]:
     def text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value)
 
-    return [
-        (key, [text(settings[key]) if key in settings else "-" for settings in flat])
-        for key in differing_settings(flat)
-    ]
+    keys = differing_settings(flat)
+    return [(key, [text(settings[key]) if key in settings else "-" for settings in flat]) for key in keys]
 
 
 def partitions(model: Model) -> list[dict[str, Any]]:
@@ -211,16 +207,13 @@ def matrices(model: Model) -> list[dict[str, Any]]:
         members = next(iter(run["members"].values()))  # of cross-device those of the first seed
         worst = sorted(by_client, key=lambda id: fmean(by_client[id]))[:MAX_SHOWN]
         ids = [id for id in by_client if id in worst]
-        rows = [
-            (
-                training,
-                [(fmean(values) if (values := accuracies.get((training, id))) else None, id in unseen) for id in ids],
-            )
-            for training, (_, unseen) in members.items()
-        ]
-        hidden = len(by_client) - len(ids)
-        shown = {"run": place, "name": run["name"], "clients": ids, "hidden": hidden, "rows": rows}
-        out.append({**shown, **_client_summary(run)})
+        rows = []
+        for training, (_, unseen) in members.items():
+            values = [accuracies.get((training, id)) for id in ids]
+            means = [None if value is None else fmean(value) for value in values]
+            rows.append((training, [(mean, id in unseen) for mean, id in zip(means, ids, strict=True)]))
+        shown = {"run": place, "name": run["name"], "clients": ids, "hidden": len(by_client) - len(ids), "rows": rows}
+        out.append(shown | _client_summary(run))
     return out
 
 
@@ -273,19 +266,12 @@ def client_chart(model: Model) -> dict[str, Any] | None:
         return None
     worst = sorted(ids, key=lambda id: min(by_client.get(id, 1.0) for by_client in means))[: MAX_SHOWN // 2]
     shown = [id for id in ids if id in worst]
-    series = [
-        Series(id, [(place, by_client[id]) for place, by_client in enumerate(means) if id in by_client], number)
-        for number, id in enumerate(shown)
-    ]
-    chart = Chart(
-        "Accuracy of each client by method",
-        "",
-        "accuracy (%)",
-        series,
-        kind="dots",
-        categories=[run["name"] for run in runs],
-        is_of_clients=True,
-    )
+    series = []
+    for number, id in enumerate(shown):
+        points = [(place, by_client[id]) for place, by_client in enumerate(means) if id in by_client]
+        series.append(Series(id, points, number))
+    names, title = [run["name"] for run in runs], "Accuracy of each client by method"
+    chart = Chart(title, "", "accuracy (%)", series, kind="dots", categories=names, is_of_clients=True)
     return {"drawing": draw_chart(chart), "clients": shown, "hidden": len(ids) - len(shown)}
 
 
@@ -310,11 +296,9 @@ def round_figures(model: Model) -> list[Markup]:
         for key, title, is_fraction in ROUND_CHARTS:
             if across == "kB" and key not in ("accuracy", "unseen"):
                 continue
-            series = [
-                charts.with_band(run["name"], points, place)
-                for place, run in enumerate(model["runs"])
-                if (points := charts.mean_curve(run["curves"], key, across))
-            ]
+            curves = [charts.mean_curve(run["curves"], key, across) for run in model["runs"]]
+            named = enumerate(zip(model["runs"], curves, strict=True))
+            series = [charts.with_band(run["name"], points, place) for place, (run, points) in named if points]
             if series:
                 suffix = ", by traffic" if across == "kB" else ""
                 y_label = "per cent" if is_fraction else key
@@ -327,16 +311,13 @@ def calibration_figures(model: Model) -> dict[str, list[Markup]]:
     """Draw reliability, risk-coverage, ROC, precision-recall and decision curves of clients and unseen clients."""
     out = {}
     for group in ("clients", "unseen"):
-        summaries = {
-            place: (run["name"], run["calibration"][group])
-            for place, run in enumerate(model["runs"])
-            if group in run["calibration"]
-        }
+        runs = [(place, run) for place, run in enumerate(model["runs"]) if group in run["calibration"]]
+        summaries = {place: (run["name"], run["calibration"][group]) for place, run in runs}
         if not summaries:
             continue
         drawn = [charts.reliability_chart(summaries), charts.risk_chart(summaries)]
         ranked = {place: (name, summary) for place, (name, summary) in summaries.items() if "ROC" in summary}
-        drawn += [charts.roc_chart(ranked), charts.precision_recall_chart(ranked)] if ranked else []
+        drawn += charts.ranking_charts(ranked) if ranked else []
         out[group] = [draw_chart(chart) for chart in (*drawn, charts.decision_chart(summaries))]
     return out
 

@@ -217,10 +217,8 @@ def draw_outliers(history: Mapping[str, Any]) -> Markup:
     ids = sorted(often, key=lambda id: (-often[id], id))[:MAX_OUTLIER_CLIENTS]
     cell, left, top = min(16.0, max(3.0, 640 / len(rounds))), 170, 20
     width, height = left + cell * len(rounds) + 90, top + 18 * len(ids) + 8
-    out = Markup(
-        f'<svg class="wide" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
-        'aria-label="rounds in which a client was an outlier">'
-    )
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    out = Markup(f'<svg class="wide" {size} role="img" aria-label="rounds in which a client was an outlier">')
     out += svg_text(left, top - 6, f"round {rounds[0]} to {rounds[-1]}", "tick")
     for row, id in enumerate(ids):
         y = top + 18 * row
