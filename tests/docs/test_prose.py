@@ -52,6 +52,16 @@ def test_the_whole_is_counted_without_generated_tables(tmp_path):
     assert any("words by hand" in line for line in prose.check(too_long))
 
 
+def test_a_page_begins_with_its_reader_and_a_guide_with_its_time():
+    for page, text in prose.pages(ROOT).items():
+        folder = Path(page).parent.name
+        if Path(page).suffix == ".md" and page not in ("README.md", "docs/index.md"):
+            opening = text.split("\n\n")[1]
+            assert re.fullmatch(r"(?s)\*[^*].*\*", opening), f"{page} does not begin with whom it is for"
+            if folder in ("start", "tutorials", "how-to"):
+                assert re.search("(?i)minute|hour", opening), f"{page} does not say how long it takes"
+
+
 @pytest.mark.parametrize("path", [*PAGES, *FRONT], ids=name)
 def test_every_link_leads_to_a_file(path):
     text = re.sub(r"(?ms)^```.*?^```", "", path.read_text(encoding="utf-8"))

@@ -176,15 +176,9 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     service = open_service(folder, encoder, options.parse_pairs("--access", access))
-    listen(
-        lambda token: create_app(service, token),
-        host=host,
-        port=port,
-        token_file=token_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        ready=lambda url: typer.echo(f"serving {folder} at {url}"),
-    )
+    place: dict[str, Any] = {"host": host, "port": port, "tls_cert": tls_cert, "tls_key": tls_key}
+    ready = partial(options.echo_url, f"serving {folder} at")
+    listen(lambda token: create_app(service, token), **place, token_file=token_file, ready=ready)
 
 
 def export(

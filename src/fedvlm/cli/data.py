@@ -2,9 +2,10 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -157,15 +158,9 @@ def serve_encoder(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     opened = open_encoder(encoder)
-    serve(
-        lambda token: create_app(opened, token),
-        host=host,
-        port=port,
-        token_file=token_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        ready=lambda url: typer.echo(f"serving {encoder} at {url}"),
-    )
+    place: dict[str, Any] = {"host": host, "port": port, "tls_cert": tls_cert, "tls_key": tls_key}
+    ready = partial(options.echo_url, f"serving {encoder} at")
+    serve(lambda token: create_app(opened, token), **place, token_file=token_file, ready=ready)
 
 
 @cache_app.command("ls", epilog=options.examples("fedvlm cache ls --json"))

@@ -45,6 +45,10 @@ def echo_error(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def echo_url(text: str, url: str) -> None:
+    typer.echo(f"{text} {url}")
+
+
 def to_json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, default=str)
 

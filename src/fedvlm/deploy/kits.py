@@ -107,7 +107,6 @@ def read_site(folder: Path) -> SiteKit:
 
 
 def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
-    """Return the kit with the options of the command line."""
     data = str(options.get("data", ""))
     place = {"data": str(Path(data).resolve())} if data and Path(data).exists() else {}
     return replace(kit, **{**options, **place})
@@ -136,7 +135,6 @@ def local_address(kit: ServerKit) -> str:
 
 
 def write_site(kit: SiteKit) -> None:
-    """Write a kit's options into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
     table = {"format": KIT_FORMAT, **{name: value for name, value in values.items() if value}}
     files.write_file(kit.folder / "site.toml", files.to_toml(table).encode())

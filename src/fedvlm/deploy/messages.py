@@ -111,8 +111,6 @@ class TrainingSpec(Fields):
 
 
 class OpenRequest(Header):
-    """Ask a site to open a training."""
-
     spec: TrainingSpec
     opening: Text = ""  # the same for a run and when it is resumed, another for each new run
     software: Text = ""  # version of the server's fedvlm

@@ -57,7 +57,6 @@ class Transcript:
         write_tensors(self.sum_path(number), flat, {"statements": to_entries(signed)})
 
     def read_sum(self, number: int) -> tuple[list[Any], dict[str, Vector], Tensors]:
-        """Return statements, masked uploads and the state of a round."""
         flat, header = read_tensors(self.sum_path(number))
         vectors = {
             key[7:]: statements.to_vector(value.numpy()) for key, value in flat.items() if key.startswith("upload/")

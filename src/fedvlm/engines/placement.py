@@ -52,7 +52,6 @@ def place_method(method: Method, device: torch.device) -> Method:
 
 
 def device_of(method: Method) -> torch.device:
-    """Return the device of a method's verbs."""
     return method.place if isinstance(method, DeviceMethod) else CPU
 
 

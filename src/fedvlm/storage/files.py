@@ -291,7 +291,6 @@ def decode_json(data: bytes, indent: int | None = 1) -> Any:
 
 
 def _matches_checksum(data: bytes, seal: str, is_empty: bool, indent: int | None) -> bool:
-    """Whether the text matches the checksum at its end."""
     if is_empty:
         return data == encode_json({}, indent)
     line, end = (b", ", b"}") if indent is None else (b",\n" + b" " * indent, b"\n}")

@@ -194,7 +194,6 @@ class FleetClient:
 
 
 def object_ids(tree: Any) -> set[str]:
-    """Return the ids of all parts of a message."""
     return {tree.object_id}.union(*(object_ids(child) for child in tree.children))
 
 

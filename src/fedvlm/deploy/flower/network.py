@@ -28,7 +28,6 @@ class Unreachable(FederationError):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT or [IPV6]:PORT."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -167,7 +166,6 @@ def find_issuer(address: str, proxy: str) -> str:
 
 
 def server_date(address: str, ca: Path) -> str:
-    """Return the time of the server's clock, as HTTP formats it."""
     with closing(open_connection(address, tls_context(ca), find_proxy(address))) as connection:
         connection.request("GET", "/")
         return str(connection.getresponse().headers["date"])

@@ -58,7 +58,6 @@ class Process:
         return self.child.poll() is None
 
     def tail(self, lines: int = 12) -> str:
-        """Return the last log lines of this process."""
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
@@ -126,7 +125,6 @@ def _wait_until_up(kit: ServerKit, link: Process) -> None:
 
 
 def describe_exit(link: Process) -> str:
-    """Explain why a SuperLink ended, with the remedy."""
     code = link.child.poll() or 0
     how = f", by {signal.Signals(-code).name}" if code < 0 else ""
     remedy = "start the server again"

@@ -197,7 +197,6 @@ def run_server_app(folder: Path) -> None:
 
 
 def create_server_app(folder: Path) -> Any:
-    """Create the ServerApp that carries out the request in the server's folder."""
     from fedvlm.deploy.server.run import run_request
 
     app = api.ServerApp()

@@ -18,7 +18,6 @@ FILES = {  # by the name of the template, a text file in `template/`
 
 
 def export_flower_app(settings: Settings, folder: Path) -> None:
-    """Write the app into a new folder."""
     check_exportable(settings)
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder} is not empty; choose a new folder")

@@ -72,7 +72,6 @@ def record_contact(folder: Path, site: str) -> None:
 
 
 def last_contact(folder: Path, site: str) -> datetime | None:
-    """Return when a site has called the server last."""
     try:
         return datetime.fromtimestamp((folder / CONTACTS_FOLDER / f".{site}").stat().st_mtime, UTC)
     except OSError:
@@ -158,7 +157,6 @@ def read_certificate(path: Path, server: bytes) -> SiteCertificate:
 
 
 def current_certificate(server: Path, site: str) -> SiteCertificate:
-    """Return the certificate that a site has at its server now."""
     path = certificate_path(server, site)
     if not path.exists():
         raise SettingsError(f"{site} has no certificate at this server, or its key was revoked")

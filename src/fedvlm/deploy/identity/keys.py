@@ -113,7 +113,6 @@ def load_private_key(data: bytes, name: object) -> Any:
 
 
 def certificate_expiry(path: Path) -> datetime:
-    """Return when a TLS certificate expires."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
@@ -209,7 +208,6 @@ def sign_bytes(signer: Signer, data: bytes) -> bytes:
 
 
 def verify_bytes(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Tell whether the holder of a public key signed these bytes."""
     try:
         load_public_key(public_key).verify(signature, data, SIGNATURE_SCHEME)
     except (InvalidSignature, ValueError):

@@ -34,7 +34,6 @@ Sample = tuple[str, str, Any]  # name, labels and value; None is left out
 
 
 def prometheus_metrics(folder: Path) -> str:
-    """Return all metrics that have a value."""
     state, lines = status(folder), []
     collect = _server_samples if state["who"] == "server" else _site_samples
     samples = [*_common_samples(folder, state), *collect(folder, state)]

@@ -162,7 +162,6 @@ def format_status(state: State) -> list[str]:
 
 
 def list_runs(folder: Path) -> list[State]:
-    """List the records in a server's folder with their progress."""
     out = []
     for name, path in record_folders(folder).items():
         record, method = Record(path), read_json(path / "manifest.json")["identity"]["method"]["name"]

@@ -65,7 +65,6 @@ def run_states(kit: kits.ServerKit) -> dict[str, str]:
 
 
 def stop_run(kit: kits.ServerKit, ids: Sequence[str]) -> None:
-    """Ask the server to stop these runs."""
     write_json(kit.folder / kits.STOP_FILE, list(ids))
 
 
@@ -197,7 +196,6 @@ def stop_runs(kit: kits.ServerKit) -> list[str]:
 
 
 def resume_run(kit: kits.ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
-    """Resume a run of this name in the server's folder."""
     records = kits.record_folders(kit.folder)
     place = records.get(name) or records.get(str(Path(name).resolve()))
     if place is None:

@@ -419,7 +419,6 @@ RUN_RULES = {"quorum", "deadline", "wait"}  # of server.toml, that one run may h
 
 
 def with_rules(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
-    """Return the kit with the rules of this run."""
     fixed_fields = {kit_field.name for kit_field in fields(ServerKit)} - RUN_RULES
     return replace(kit, **check_settings("the run", rules, ServerKit, excluded=fixed_fields))
 

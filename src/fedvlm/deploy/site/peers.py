@@ -27,7 +27,6 @@ class Peer:
 
 
 def read_peers(folder: Path) -> dict[str, Peer]:
-    """Return the peers of a site by name."""
     path = folder / PEERS_FILE
     if not path.exists():
         return {}

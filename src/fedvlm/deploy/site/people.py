@@ -39,7 +39,6 @@ class Person:
 
 
 def read_people(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of the list by name."""
     path = folder / PEOPLE_FILE
     if not path.exists():
         return {}

@@ -115,7 +115,6 @@ class Policy:
         return "none" if self.scores == "exact" and (self.noise_multiplier or self.epsilon) else self.scores
 
     def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scores that may leave."""
         counts = {name: int(scores[name]) for name in SCORE_COUNTS}
         if self.score_detail == "none":
             return dict.fromkeys(counts, 0)
@@ -129,7 +128,6 @@ class Policy:
         return {**counts, **{key: round(score * SCORE_STEPS) / SCORE_STEPS for key, score in rest.items()}}
 
     def check_upload_size(self, size: int) -> None:
-        """Refuse a reply of more bytes than allowed."""
         if self.max_upload_bytes and size > self.max_upload_bytes:
             raise RequestRefused("upload", bytes=size, most=self.max_upload_bytes)
 

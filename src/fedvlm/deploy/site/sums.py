@@ -93,7 +93,6 @@ def erase_key(path: Path) -> None:
 
 
 def erase_expired_keys(folder: Path) -> None:
-    """Erase the keys of sessions that are past their deadline."""
     for path in folder.glob(f"state/*/session/{SESSION_KEY_FILE}"):
         try:
             plan = read_plan((path.parent / "plan.json").read_bytes())
