@@ -5,6 +5,7 @@ usage: python -m tools.prose     (`make docs` calls it)
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,13 +49,16 @@ WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Return the text of each hand-written page by its path; tables between marks are generated."""
     paths = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
-    paths += (root / "docs/papers/tables").glob("index.toml")  # the notes of the appendix
     named = {str(path.relative_to(root)): path for path in paths if "generated" not in path.relative_to(root).parts}
-    return {
-        name: re.sub(r"(?ms)^<!-- table: .*?^<!-- table ends -->$", "", path.read_text(encoding="utf-8"))
+    texts = {
+        name: re.sub(r"(?ms)^<!-- (table|uploads)\b.*?^<!-- \1 ends? -->$", "", path.read_text(encoding="utf-8"))
         for name, path in named.items()
         if name not in GENERATED
     }
+    if (index := root / "docs/papers/tables/index.toml").exists():  # the appendix is generated from it
+        sections = tomllib.loads(index.read_text(encoding="utf-8"))["section"]
+        texts["docs/papers/tables/index.toml"] = "\n\n".join(text for s in sections for text in (s["title"], s["note"]))
+    return texts
 
 
 def paragraphs(text: str) -> Iterator[str]:

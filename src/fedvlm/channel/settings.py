@@ -80,7 +80,7 @@ def with_found_noise(channel: Channel, method: Method) -> tuple[Channel, Method]
     if channel.honest > 1 and not has_sample_noise(method):
         raise SettingsError(
             f"channel.honest = {channel.honest} shares noise on sums over samples, and {method.name} has none; choose "
-            "tofa or ridge, or set channel.honest = 1"
+            "tofa, or set channel.honest = 1"
         )
     if not channel.epsilon:
         return channel, method

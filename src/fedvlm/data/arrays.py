@@ -66,9 +66,8 @@ def from_arrays(
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
     if unlabelled and is_multi:
         problem = f"client {next(iter(unlabelled))!r} has a third array, of samples without a label"
-        raise DataError(
-            f"{problem}, beside several findings per image; give these samples in x, and NaN (unknown) in y"
-        )
+        reason = f"{problem}, beside several findings per image"
+        raise DataError(f"{reason}; give these samples in x, and NaN (unknown) in y")
     x = torch.cat([*(x for x, _ in pairs.values()), *unlabelled.values()])
     labels = np.concatenate([labels, np.full(len(x) - len(labels), table.UNLABELLED)])
     by_client: list[tuple[str, Any]] = [*labels_by_client.items(), *unlabelled.items()]

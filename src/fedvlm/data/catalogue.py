@@ -114,9 +114,8 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
     counts = Counter(data.domains.tolist())
     if entry.domains and set(counts) != set(entry.domains):
         expected = f"those of {entry.name} are {join_names(list(entry.domains))}"
-        raise DataError(
-            f"the domains of {place} are {join_names(sorted(counts))}, {expected}; set root to {entry.shape}"
-        )
+        problem = f"the domains of {place} are {join_names(sorted(counts))}, {expected}"
+        raise DataError(f"{problem}; set root to {entry.shape}")
     if check:
         _check_counts(entry, place, counts)
     return data

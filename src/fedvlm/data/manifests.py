@@ -75,10 +75,8 @@ def _check_repeated_rows(context: str, names: Sequence[str], table: Dataset) -> 
     for row, name in enumerate(names):
         before = first.setdefault(name, row)
         if table.labels[row] != table.labels[before]:
-            raise DataError(
-                f"{context}: rows {before + 1} and {row + 1} give {name} different labels; give it one row, with all "
-                "its findings if it has several"
-            )
+            problem = f"{context}: rows {before + 1} and {row + 1} give {name} different labels"
+            raise DataError(f"{problem}; give it one row, with all its findings if it has several")
 
 
 def _near_findings(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:

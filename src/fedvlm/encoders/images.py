@@ -265,19 +265,15 @@ def _finish(digest: bytes, data: bytes, future: "Future[NDArray[Any] | str | Non
 
 
 def _worker_died() -> DataError:
-    return DataError(
-        "a decoding process died: too little memory, or a script without "
-        '`if __name__ == "__main__":`; repair that or use workers=0'
-    )
+    script = 'a script without `if __name__ == "__main__":`'
+    return DataError(f"a decoding process died: too little memory, or {script}; repair that or use workers=0")
 
 
 def check_main_guard() -> None:
     """Refuse to embed while a worker process imports the main script: it would wait for its own parent."""
     if getattr(current_process(), "_inheriting", False):
-        raise DataError(
-            "embedding starts processes which run this script again; "
-            'put what it does under `if __name__ == "__main__":`'
-        )
+        remedy = 'put what it does under `if __name__ == "__main__":`'
+        raise DataError(f"embedding starts processes which run this script again; {remedy}")
 
 
 _worker_preprocess: Preprocess | None = None  # of this worker process, sent once

@@ -229,9 +229,8 @@ def report_of_sites(described: Mapping[str, Any], encoder: str, classes: list[st
 
 def write_report(report: DataReport, path: Path) -> Path:
     """Write the report as one HTML page that works without a network."""
-    html = open_template("data_report.html").render(
-        **page_shell(), report=report, facts=headline(report), verdicts=VERDICTS
-    )
+    facts = headline(report)
+    html = open_template("data_report.html").render(**page_shell(), report=report, facts=facts, verdicts=VERDICTS)
     write_file(path, html.encode())
     return path
 

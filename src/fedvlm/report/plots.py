@@ -19,12 +19,8 @@ from fedvlm.report.subgroups import subgroup_charts, subgroup_tables
 from fedvlm.storage.files import write_file
 
 # Kinds that an option is of use for.
-OPTION_USES = {
-    "columns": ("rounds", "sweep", "bars"),
-    "over": ("sweep", "bars"),
-    "training": ("reliability", "roc", "decision"),
-    "image": ("heat",),
-}
+OPTION_USES: dict[str, tuple[str, ...]] = {"columns": ("rounds", "sweep", "bars"), "over": ("sweep", "bars")}
+OPTION_USES |= {"training": ("reliability", "roc", "decision"), "image": ("heat",)}
 OPTION_NAMES = {"over": "x-axis"}  # of the command line
 DIAGRAMS = ("reliability", "decision", "rounds")  # of one run
 TEXT_COLOUR, MUTED_COLOUR = "#222222", "#888888"

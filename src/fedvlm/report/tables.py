@@ -32,10 +32,7 @@ def format_cell(mean: float | None, deviation: float | None, form: str, column: 
 
 
 def compare_table(
-    results: Sequence[Record],
-    form: str = "text",
-    extra_columns: Sequence[str] = (),
-    **options: Any,
+    results: Sequence[Record], form: str = "text", extra_columns: Sequence[str] = (), **options: Any
 ) -> str:
     """Return a table with a row per run, in per cent, or its numbers in tidy form as CSV or JSON.
 

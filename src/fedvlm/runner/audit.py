@@ -192,10 +192,7 @@ def describe_upload(upload: Tensors) -> Line:
     for key, value in upload.items():
         dtype = str(value.dtype).removeprefix("torch.")
         fields[key] = {"shape": list(value.shape), "dtype": dtype, "bytes": tensors.count_bytes({key: value})}
-    return {
-        "fields": fields,
-        "bytes": tensors.count_bytes(upload),
-    }
+    return {"fields": fields, "bytes": tensors.count_bytes(upload)}
 
 
 def upload_auc(world: World, task: Task, received: Mapping[str, Tensors], initial_local: Tensors) -> float | None:

@@ -22,9 +22,8 @@ def data_warnings(samples: EmbeddedTable, partition: Partition) -> list[str]:
     messages = [f"client {id!r} has only one class: {samples.classes[label]!r}" for id, label in single.items()]
     counts = {id: len(client.validation) for id, client in partition.clients.items()}
     if small := [f"{id} ({count})" for id, count in counts.items() if count <= MIN_VALIDATION_SAMPLES]:
-        messages.append(
-            f"too few validation samples for model selection (at most {MIN_VALIDATION_SAMPLES}): {join_names(small)}"
-        )
+        limit = f"(at most {MIN_VALIDATION_SAMPLES})"
+        messages.append(f"too few validation samples for model selection {limit}: {join_names(small)}")
     messages += _contradiction_warnings(samples)
     n_train = sum(len(client.train) for client in partition.clients.values())
     if samples.findings is not None and n_train < len(samples.classes):

@@ -339,10 +339,8 @@ def grow(run: str | Path, data: str, out: str | Path, progress: Progress) -> Rec
     for client, name in () if has_noise or settings.allow_small else sorted({*samples[0], *samples[1]}):
         changed = len(samples[0].get((client, name), set()) ^ samples[1].get((client, name), set()))
         if 0 < changed < smallest and client in known:
-            raise DataError(
-                f"{changed} samples of {name} at {client} have changed, and two sums would show them; wait until "
-                f"{smallest} have changed, or set channel.noise_multiplier"
-            )
+            problem = f"{changed} samples of {name} at {client} have changed, and two sums would show them"
+            raise DataError(f"{problem}; wait until {smallest} have changed, or set channel.noise_multiplier")
     content = [set().union(*of.values()) for of in samples]
     new_classes = [name for name in now.classes if name not in before.classes]
     facts = {"added": len(content[1] - content[0]), "removed": len(content[0] - content[1]), "new_classes": new_classes}

@@ -19,9 +19,8 @@ class LeaveOneDomainOut:
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
         domain_names = sorted(set(domains.values()))
         if len(domain_names) < 2 or "" in domain_names:
-            problem = (
-                f"leave-one-domain-out needs two or more domains; the clients have {', '.join(map(repr, domain_names))}"
-            )
+            found = ", ".join(map(repr, domain_names))
+            problem = f"leave-one-domain-out needs two or more domains; the clients have {found}"
             raise SettingsError(f"{problem}; use protocol = 'own-test', or data with domains")
         ids = {target: tuple(id for id, domain in domains.items() if domain == target) for target in domain_names}
         rest = {target: tuple(id for id, domain in domains.items() if domain != target) for target in domain_names}
