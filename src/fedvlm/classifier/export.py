@@ -25,6 +25,7 @@ from fedvlm.storage.files import write_file, write_index
 
 MAX_ONNX_ERROR = 1e-5  # of logits relative to the largest; ten times that of probabilities
 ONNX_OPSET = 17
+CARD = Path(__file__).parent / "card.txt"
 
 
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
@@ -233,40 +234,17 @@ def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onn
         if onnx
         else ""
     )
-    return f"""# {classifier.method.name} for {classifier.client}
-
-A classifier over {len(frozen.classes)} {kinds[0]} on top of a frozen encoder, personalised for one
-client of a federation. It is of use with that encoder only: another fingerprint is refused.
-
-| | |
-|---|---|
-{about}
-
-On {story.rows} {kinds[1]} of this client it was right {story.n_correct} times
-({story.n_correct / max(1, story.rows):.1%}). Its accuracy on other data is unknown.
-
-{_calibration_text(classifier)}
-
-{private}
-
-## Use
-```
-fedvlm predict {name} {"IMAGES" if "@" in classifier.encoder else "TABLE  # of embeddings"}
-```
-```python
-from fedvlm import Personalised
-classifier = Personalised.from_pretrained("{name}")
-classifier.predict(embeddings)  # (rows, {frozen.dim}) from the encoder above
-```
-{head}
-## Classes
-{", ".join(frozen.classes)}
-
-## Settings
-| setting | value |
-|---|---|
-{settings}
-"""
+    values: dict[str, Any] = {
+        "method": classifier.method.name,
+        "client": classifier.client,
+        "about": about,
+        "settings": settings,
+    }
+    values |= {"n_classes": len(frozen.classes), "kind": kinds[0], "samples": kinds[1], "dim": frozen.dim, "name": name}
+    values |= {"n_samples": story.rows, "n_correct": story.n_correct, "accuracy": story.n_correct / max(1, story.rows)}
+    values |= {"calibration": _calibration_text(classifier), "private": private, "head": head}
+    values |= {"images": "IMAGES" if "@" in classifier.encoder else "TABLE  # of embeddings"}
+    return CARD.read_text("utf-8").format(**values, classes=", ".join(frozen.classes))
 
 
 def _calibration_text(classifier: Personalised) -> str:

@@ -205,9 +205,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
     if settings.attack != "none":
         raise SettingsError(f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run")
     if settings.device != "cpu":
-        raise SettingsError(
-            f"device = {settings.device!r} is for simulations: each site chooses its own device; leave it out"
-        )
+        raise SettingsError(f"device = {settings.device!r} is for simulations: each site has its own; leave it out")
     if settings.protocol in NEW_CLASS_PROTOCOLS:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it tests on classes without training; use 'own-test'"

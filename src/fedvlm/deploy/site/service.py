@@ -123,9 +123,7 @@ class Site:
         kind, key = "upload" if fields.kind == "round" and fields.trains else "measurement", fields.training
         training, site_training = self._admit(key, policy)
         if training.world.channel.verified:
-            raise messages.ReportedError(
-                "sum", "an upload of a verified sum was asked for without its session; nothing leaves"
-            )
+            raise messages.ReportedError("sum", "an upload of a verified sum was asked for without its session")
         if (cached := ReplyCache(self._folder(key)).read(request)) is not None:
             return cached[0], training.restore(cached[1]) if fields.trains else state, {}
         spends = site_training.upload_cost if kind == "upload" else 0.0
