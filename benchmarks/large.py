@@ -53,7 +53,7 @@ def watch(command: list[str]) -> tuple[float, float, float, str]:
             pass
         peak = max(peak, total)
         try:
-            process.wait(1.0)
+            process.wait(3.0)  # asking for shared pages takes the process's time, too
         except subprocess.TimeoutExpired:
             continue
     process.kill()

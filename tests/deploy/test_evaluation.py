@@ -163,6 +163,7 @@ def test_verified_rules_take_a_classifier_that_peers_have_signed_and_no_other(pl
         set_policy(place, name)
     done = evaluate(place, "one")
     assert sorted(done["sites"]) == NAMES and done["classifiers"][0]["signed"]
+    assert all(round(20 * site["scores"][0]["ECE"], 9) % 1 == 0 for site in done["sites"].values())
     with pytest.raises(FederationError, match="have not approved this classifier"):
         evaluate(place, "one", "zero-shot")
     (place.site("art") / "peers.toml").write_text("")

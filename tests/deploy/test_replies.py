@@ -12,6 +12,7 @@ from fedvlm.deploy.messages import (
     ERROR_MESSAGES,
     OPTIONAL_SCORES,
     SCORE_COUNTS,
+    EvaluationReply,
     OpenReply,
     RoundReply,
     SumReply,
@@ -63,6 +64,7 @@ def test_the_page_lists_every_field_of_every_reply():
         *OpenReply.model_fields,
         *RoundReply.model_fields,
         *SumReply.model_fields,
+        *EvaluationReply.model_fields,
         "error",
     }
     assert listed("score") == {*SCORE_COUNTS, *OPTIONAL_SCORES}

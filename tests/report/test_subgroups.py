@@ -112,6 +112,24 @@ def test_the_page_has_a_table_and_a_chart_for_each_column(result, tmp_path):
     assert section.count("<td>suppressed</td>") == 2 and "rare (suppressed)" in section
 
 
+def test_the_page_has_what_stands_beside_the_accuracy_and_each_finding(tmp_path):
+    draw, clients, ordered = np.random.default_rng(0), {}, {}
+    for id in "ab":
+        x = draw.normal(size=(120, 6))
+        clients[id] = (x, (x[:, :2] + draw.normal(size=(120, 2)) > 0).astype(float))
+        y = draw.choice(3, size=120, p=[0.7, 0.2, 0.1])
+        ordered[id] = (x + y[:, None], y)
+    common = {"seeds": [0], "allow_small": True}
+    of_findings = fedvlm.run("ridge", clients=clients, classes=["edema", "mass"], out=tmp_path / "a", **common)
+    page = write_page([of_findings], tmp_path / "a.html").read_text()
+    for key in ("AUC, own", "AP, own", "AUC edema", "AP mass"):
+        assert key in page[: page.index("application/json")]
+    grades = fedvlm.run("ridge", clients=ordered, classes=list("012"), ordered=True, out=tmp_path / "b", **common)
+    page = write_page([grades], tmp_path / "b.html").read_text()
+    for key in ("balanced, own", "F1, own", "kappa, own"):
+        assert f'data-words="{key}"' in page
+
+
 def test_a_page_of_runs_without_subgroups_has_no_such_section(store, tmp_path):
     plain = fedvlm.run("alone", embedded=open_store(store), out=tmp_path / "plain", **(SETTINGS | {"subgroups": []}))
     assert "Subgroups" not in write_page([plain], tmp_path / "page.html").read_text()

@@ -33,8 +33,7 @@ def weight_upload(upload: Tensors, weight: float, context: str) -> Tensors:
     for key, value in upload.items():
         if not value.is_floating_point() and weight != 1:
             raise FederationError(
-                f"{context}: {key!r} holds integers, whose mean over samples is not an integer; "
-                "set channel.verified = false"
+                f"{context}: {key!r} holds integers, whose mean is not an integer; set channel.verified = false"
             )
         weighted[key] = weight * value.double() if value.is_floating_point() else value
     return weighted
@@ -72,9 +71,7 @@ def unpack_integers(vector: Vector, template: Mapping[str, Tensor]) -> Tensors:
     """Invert `pack_integers`, with names and shapes of the template."""
     sizes = [template[key].numel() for key in sorted(template)]
     if vector.shape != (sum(sizes),):
-        raise FederationError(
-            f"the sum must have {sum(sizes)} numbers, got {vector.size}; a member sent another upload"
-        )
+        raise FederationError(f"the sum must have {sum(sizes)} numbers, got {vector.size}; a member's upload differs")
     parts = np.split(vector.view(np.int64), np.cumsum(sizes)[:-1])
     return {
         key: torch.from_numpy(part.copy()).reshape(template[key].shape)

@@ -561,8 +561,6 @@ def export_app(
     values |= {name: value for name, value in overrides.items() if value is not None}
     runs = experiment_runs(values, set_ or [])
     if len(runs) > 1:
-        raise SettingsError(
-            f"{file} has {len(runs)} runs, and an app is one; choose one with --method, without a sweep"
-        )
+        raise SettingsError(f"{file} has {len(runs)} runs, and an app is one; choose one by --method, without a sweep")
     export_flower_app(build(runs[0]), folder)
     typer.echo(f"wrote the app to {folder}; run it: flwr run {folder} YOUR-SUPERLINK --stream")

@@ -82,7 +82,7 @@ def fit_ridge_path(
     """
     regression = _prepare_regression(x, y, ridges, anchor, open_classes, bias_ridge, class_weights)
     position = regression.zeros()
-    logits, current_gradient = regression.start, regression.gradient(regression.start, position)
+    logits, current_gradient = regression.start, regression.first_gradient()
     past: list[tuple[Tensor, Tensor]] = []
     for _ in range(steps):
         direction = -lbfgs_direction(current_gradient, past, lambda q: q)
@@ -138,6 +138,10 @@ class _Regression(NamedTuple):
     def gradient(self, logits: Tensor, position: Tensor) -> Tensor:
         error = (logits.softmax(-1) - self.truth) * self.sample_weights[:, None]
         return self.scale * multiply_all(self.rows.mT, error) + self.ridge_weights * position
+
+    def first_gradient(self) -> Tensor:
+        """Return the gradient at the anchor, whose logits are the same for all ridges."""
+        return self.scale * (self.rows.mT @ ((self.start[0].softmax(-1) - self.truth) * self.sample_weights[:, None]))
 
     def search(self, logits: Tensor, position: Tensor, direction: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """Return the step along a direction that minimises the convex objective, and the change of the logits by it.
@@ -311,13 +315,13 @@ def summed_cross_entropy(
 
 def loss_and_gradient(head: Head, x: Tensor, y: Tensor, max_loss: float = torch.inf) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy and its gradient (classes, dim + 1) as sums over samples, which add up over clients."""
-    real = (y >= 0)[:, None]
+    real, index = (y >= 0)[:, None], y.clamp(min=0)[:, None]
     x = torch.where(real, x, 0.0)
-    logits = head.logits(x)
-    truth = (y[:, None] == torch.arange(logits.shape[1], device=y.device)).to(x.dtype)
-    error = torch.where(real, logits.softmax(-1) - truth, 0.0)
-    bordered = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    return summed_cross_entropy(logits, y, max_loss), error.mT @ bordered
+    log_probabilities = head.logits(x).log_softmax(-1)
+    losses = (-log_probabilities.gather(1, index)).clamp(max=max_loss)
+    error = log_probabilities.exp().scatter_add(1, index, torch.full_like(losses, -1.0))
+    bordered = torch.cat([x, real.to(x.dtype)], dim=1)  # zero for padding
+    return torch.where(real, losses, 0.0).sum(), error.mT @ bordered
 
 
 def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor, class_weights: Tensor | None = None) -> Tensor:
@@ -441,11 +445,12 @@ def multisecant_step(known: Evaluations, gram: Tensor, anchor: Tensor, ridge: fl
     ridge_weights = torch.full_like(gram[0], ridge)
     ridge_weights[-1] = BIAS_RIDGE
     root = _root(curvature * gram, ridge_weights)
-    gradients = known.gradients + ridge_weights * (known.points - anchor)
-    penalties = (ridge_weights * (known.points - anchor).square()).sum((1, 2)) / 2
+    offsets = known.points - anchor
+    penalties = torch.stack([(ridge_weights * offset.square()).sum() for offset in offsets]) / 2
+    gradients = offsets.mul_(ridge_weights).add_(known.gradients)
     best = int((known.losses + penalties).argmin())
-    pair = known.points, gradients
-    steps, changes = (torch.cat([values[:best], values[best + 1 :]]) - values[best] for values in pair)
+    others = [i for i in range(len(gradients)) if i != best]
+    steps, changes = (values[others].sub_(values[best]) for values in (known.points, gradients))
     direction = block_bfgs_direction(
         gradients[best], steps, changes, lambda q: torch.cholesky_solve(q.mT.contiguous(), root).mT
     )
@@ -464,17 +469,18 @@ def block_bfgs_direction(
     keep = lengths > 0
     if not keep.any():
         return metric(gradient)
-    shortest = int(torch.where(keep, lengths, torch.inf)[keep].argmin())
-    s, y = ((values[keep] / lengths[keep, None, None]).flatten(1) for values in (steps, changes))
-    inner = s @ y.mT
+    if not keep.all():
+        steps, changes, lengths = steps[keep], changes[keep], lengths[keep]
+    shortest, s, y = int(lengths.argmin()), steps.flatten(1), changes.flatten(1)
+    inner = s @ y.mT / (lengths[:, None] * lengths)
     values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
     known = values > MIN_RELATIVE_CURVATURE * values.max().clamp(min=1e-30)
     inverse = (vectors[:, known] / values[known]) @ vectors[:, known].mT  # of the curvature in the span of the steps
-    scaled = metric(changes[keep][shortest] / lengths[keep][shortest]).flatten()
-    gain = (inner[shortest, shortest] / (y[shortest] @ scaled).clamp(min=1e-30)).clamp(min=1e-6)
-    along = inverse @ (s @ gradient.flatten())
-    rest = gain * metric((gradient.flatten() - y.mT @ along).view_as(gradient)).flatten()
-    direction: Tensor = rest + s.mT @ (along - inverse @ (y @ rest))
+    scaled = metric(changes[shortest] / lengths[shortest]).flatten()
+    gain = (inner[shortest, shortest] / (y[shortest] @ scaled / lengths[shortest]).clamp(min=1e-30)).clamp(1e-6)
+    along = inverse @ (s @ gradient.flatten() / lengths)
+    rest = gain * metric((gradient.flatten() - y.mT @ (along / lengths)).view_as(gradient)).flatten()
+    direction: Tensor = rest + s.mT @ ((along - inverse @ (y @ rest / lengths)) / lengths)
     return direction.view_as(gradient)
 
 

@@ -70,9 +70,7 @@ def tls_context(ca: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=str(ca))
     except OSError as error:  # also where it is no certificate
-        raise SettingsError(
-            f"{ca} is missing or not a certificate ({error}); restore the folder as fedvlm wrote it"
-        ) from error
+        raise SettingsError(f"{ca} is missing or not a certificate ({error}); restore the folder") from error
 
 
 def make_http_client(address: str, ca: Path) -> Any:

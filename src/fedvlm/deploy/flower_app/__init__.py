@@ -206,9 +206,7 @@ def run_experiment(
     while len(nodes := sorted(find_nodes())) < wanted and monotonic() < end:
         sleep(NODE_POLL_SECONDS)
     if len(nodes) < max(1, wanted):
-        raise FederationError(
-            f"{len(nodes)} nodes are connected, and min-nodes is {wanted}; start more, or wait longer"
-        )
+        raise FederationError(f"{len(nodes)} nodes are connected, and min-nodes is {wanted}; start more or wait")
     with TemporaryDirectory() as place:
         record = Record(Path(str(config["out"] or place)))
         if (record.folder / "manifest.json").exists():

@@ -312,7 +312,5 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
         )
         lines.append(CertificateStatus(own.site, own.fingerprint, own.days_left, own.invalid_reason))
     if not lines:
-        raise SettingsError(
-            f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"
-        )
+        raise SettingsError(f"{folder} is neither a server's folder nor a site's; name e.g. DIR/server or DIR/site-a")
     return lines

@@ -161,9 +161,7 @@ class Signer:
         try:
             self.key = load_private_key(path.read_bytes(), path)
         except OSError as error:
-            raise SettingsError(
-                f"{path} is not a private key ({error}); restore the folder as fedvlm wrote it"
-            ) from error
+            raise SettingsError(f"{path} is not a private key ({error}); restore the folder") from error
 
     @property
     def public(self) -> bytes:
@@ -186,9 +184,7 @@ class Verifier:
             self.key = load_public_key(source if isinstance(source, bytes) else source.read_bytes())
         except (OSError, ValueError) as error:
             named = "this" if isinstance(source, bytes) else source
-            raise SettingsError(
-                f"{named} is not a public key ({error}); restore the folder as fedvlm wrote it"
-            ) from error
+            raise SettingsError(f"{named} is not a public key ({error}); restore the folder") from error
 
     def __call__(self, message: Message, signer: str) -> None:
         try:

@@ -31,9 +31,7 @@ END_STATES = {"ended", "failed"}
 
 def is_server(folder: Path) -> bool:
     if not any((folder / name).exists() for name in ("server.toml", "site.toml")):
-        raise SettingsError(
-            f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"
-        )
+        raise SettingsError(f"{folder} is neither a server's folder nor a site's; name e.g. DIR/server or DIR/site-a")
     return (folder / "server.toml").exists()
 
 

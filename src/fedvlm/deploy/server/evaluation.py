@@ -28,8 +28,6 @@ from fedvlm.runner.training import file_name
 from fedvlm.runner.tune import seed_search
 from fedvlm.storage.files import read_tensors
 
-EVALUATION_FILE = "evaluation.json"  # in the server's folder: what the last evaluation found
-
 
 @dataclass(frozen=True)
 class Tested:

@@ -13,7 +13,7 @@ from fedvlm.deploy import kits
 from fedvlm.deploy.flower import processes
 from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
 from fedvlm.deploy.server import run
-from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluation_spec, read_tested
+from fedvlm.deploy.server.evaluation import evaluation_spec, read_tested
 from fedvlm.deploy.site.policy import ALL_METHODS, POLICY_FILE, example_policy
 from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
@@ -113,9 +113,13 @@ def join_late_site(
     """Give a late site the classifiers of a run (its name or folder), without the others; return scores by training."""
     inside = kit.folder / "runs" / name
     folder = inside if inside.exists() else Path(name)
-    done = kit.folder / run.JOIN_RESULT_FILE
+    return _ask(kit, {"out": str(folder.resolve()), "joins": site}, print_line)
+
+
+def _ask(kit: kits.ServerKit, request: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
+    """Let the server carry out what is no run, and return its answer."""
+    done = kit.folder / run.ANSWER_FILE
     done.unlink(missing_ok=True)
-    request = {"out": str(folder.resolve()), "joins": site}
     _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
 
@@ -130,10 +134,8 @@ def report_site_data(
     """Describe the data of all sites: sums from a verified run of ridge, and of each site what its policy allows."""
     out = kit.folder / "runs" / "data"
     result = run_over_sites(kit, settings, out, again, progress, print_line)
-    done = kit.folder / run.DESCRIPTION_FILE
-    done.unlink(missing_ok=True)
-    _request_run(kit, {"out": str(out.resolve()), "describes": True}, done.exists, print_line, lambda: None)
-    return report_of_sites(read_json(done), result.manifest["encoder"], list(result.manifest["classes"]))
+    done = _ask(kit, {"out": str(out.resolve()), "describes": True}, print_line)
+    return report_of_sites(done, result.manifest["encoder"], list(result.manifest["classes"]))
 
 
 def evaluate_over_sites(
@@ -146,11 +148,8 @@ def evaluate_over_sites(
     """Measure classifiers on the test samples of all sites without training; return what each site reports."""
     tested = [read_tested(kit, name) for name in classifiers]
     evaluation_spec(tested, classes, statement)  # refused before anybody is asked
-    done = kit.folder / EVALUATION_FILE
-    done.unlink(missing_ok=True)
-    request = {"out": str(done), "evaluates": [one.place for one in tested], "classes": list(classes), **statement}
-    _request_run(kit, request, done.exists, print_line, lambda: None)
-    return dict(read_json(done))
+    request = {"evaluates": [one.place for one in tested], "classes": list(classes), **statement}
+    return _ask(kit, request, print_line)
 
 
 def _request_run(

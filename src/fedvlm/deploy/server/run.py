@@ -22,7 +22,7 @@ from fedvlm.deploy.kits import REFERENCE_FILE, RUN_REQUEST_FILE, ServerKit, read
 from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
 from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
 from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
-from fedvlm.deploy.server.evaluation import EVALUATION_FILE, evaluate_at_sites
+from fedvlm.deploy.server.evaluation import evaluate_at_sites
 from fedvlm.deploy.server.sums import SumEngine
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.policy import PLAIN_RISK
@@ -184,8 +184,7 @@ def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
 
 # what a manifest has of a site's words
 MANIFEST_FIELDS = ("encoder", "classes", "multi_label", "dim", "scale", "template")
-JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
-DESCRIPTION_FILE = "description.json"  # in the server's folder: what the sites last said of their data
+ANSWER_FILE = "answer.json"  # in the server's folder: of the last request that is no run
 OPENINGS_FILE = "openings.json"  # in the server's folder: what tells a new run from a resumed one
 ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
 
@@ -206,9 +205,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
     if settings.attack != "none":
         raise SettingsError(f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run")
     if settings.device != "cpu":
-        raise SettingsError(
-            f"device = {settings.device!r} is for simulations: each site chooses its own device; leave it out"
-        )
+        raise SettingsError(f"device = {settings.device!r} is for simulations: each site has its own; leave it out")
     if settings.protocol in NEW_CLASS_PROTOCOLS:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it tests on classes without training; use 'own-test'"
@@ -452,16 +449,15 @@ def run_request(grid: Any, folder: Path, id: str = "") -> None:
 
 def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_event: EventLogger) -> None:
     kit = with_rules(read_server(folder), request.get("rules", {}))
-    done: Mapping[str, Any]
+    answer: Mapping[str, Any] | None = None
     if "joins" in request:
-        done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
-        return write_json(folder / JOIN_RESULT_FILE, done)
-    if "describes" in request:
-        done = describe_sites(grid, kit, Path(request["out"]), log_event)
-        return write_json(folder / DESCRIPTION_FILE, done)
-    if "evaluates" in request:
-        done = evaluate_at_sites(grid, kit, request, log_event)
-        return write_json(folder / EVALUATION_FILE, done)
+        answer = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
+    elif "describes" in request:
+        answer = describe_sites(grid, kit, Path(request["out"]), log_event)
+    elif "evaluates" in request:
+        answer = evaluate_at_sites(grid, kit, request, log_event)
+    if answer is not None:
+        return write_json(folder / ANSWER_FILE, answer)
     settings = stated_settings(request)
     check_deployable(kit, settings)
     progress = Path(request["out"]).with_suffix(".progress")

@@ -82,23 +82,19 @@ class Evaluation:
 
     def is_signed(self, federation: str, own_key: str, policy: Policy) -> bool:
         """Return whether every classifier is the end of a verified sum that enough compared peers have signed."""
-        return all(self._is_signed(number, federation, own_key, policy) for number in range(len(self.entries)))
-
-    def _is_signed(self, number: int, federation: str, own_key: str, policy: Policy) -> bool:
-        entry, proof = self.entries[number], self.proofs[number]
-        if not proof:
-            return False
-        plan = read_plan(str(proof.get("plan")).encode())
-        state = {key.removeprefix("shared/"): value for key, value in self._classifier(number).items()}
-        agreements, ends = read_agreements(proof.get("agreements"), plan), read_ends(proof.get("ends"), plan, state)
-        if {end.session for end in ends.values()} != {hash_statements(agreements)}:
-            raise FederationError("the members ended another session than that of the plan")
-        if (plan.settings.method, plan.classes) != (make(**entry.method), self.classes):
-            raise FederationError("the plan that the members signed has another method or other classes")
-        return count_signers(self.kit.folder, federation, plan, own_key) >= policy.sum_of
-
-    def _classifier(self, number: int) -> Tensors:
-        return {key: value for key, value in self.tensors[number].items() if key != "text"}
+        for entry, tensors, proof in zip(self.entries, self.tensors, self.proofs, strict=True):
+            if not proof:
+                return False
+            plan = read_plan(str(proof.get("plan")).encode())
+            state = {key.removeprefix("shared/"): value for key, value in tensors.items() if key != "text"}
+            agreements, ends = read_agreements(proof.get("agreements"), plan), read_ends(proof.get("ends"), plan, state)
+            if {end.session for end in ends.values()} != {hash_statements(agreements)}:
+                raise FederationError("the members ended another session than that of the plan")
+            if (plan.settings.method, plan.classes) != (make(**entry.method), self.classes):
+                raise FederationError("the plan that the members signed has another method or other classes")
+            if count_signers(self.kit.folder, federation, plan, own_key) < policy.sum_of:
+                return False
+        return True
 
     def measure_all(self, policy: Policy) -> tuple[str, int, list[Scores]]:
         """Return the encoder, the number of patients or else images tested on, and the scores of each classifier."""

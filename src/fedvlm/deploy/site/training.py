@@ -201,8 +201,7 @@ def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -
         return []
     if not kit.data or not kit.encoder:
         raise SettingsError(
-            f"site {kit.name} needs its images and an encoder: fedvlm deploy site {kit.folder} --data IMAGES --encoder "
-            "demo"
+            f"site {kit.name} needs images and an encoder: fedvlm deploy site {kit.folder} --data IMAGES --encoder demo"
         )
     encoder, notes = open_encoder_with_notes(kit.encoder, kit.access)
     done = encode(open_data(kit.data, kit.source), encoder, False, "float32", progress)

@@ -20,6 +20,7 @@ from fedvlm.evaluate.protocols import contract
 from fedvlm.maths import orthogonal
 from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
+from fedvlm.report.columns import compute_columns, usual_columns
 from fedvlm.report.explain import MIN_PROMPTS, local_prompts, plane_positions
 from fedvlm.report.paper_tables import compare_with_papers, verdict_sentence
 from fedvlm.report.runs import (
@@ -81,6 +82,7 @@ def build_model(
         "started": min(run["started"] for run in runs),
         "command": command,
         "columns": main,
+        "beside": list(dict.fromkeys(key for run in runs for key in run["beside"])),
         "verdicts": verdicts,
         "sentences": [*result_sentences(runs, verdicts), *verdict_sentence(printed)],
         "badges": run_badges(runs),
@@ -133,6 +135,8 @@ def _run_model(record: Record, trainings: Trainings) -> dict[str, Any]:
         "outliers": outlier_history(lines),
         "audit": read_audit(record),
         "subgroups": subgroup_tables(record),
+        "beside": mean_and_std(compute_columns(record, usual_columns(record))),
+        "findings": mean_and_std(compute_columns(record, ["findings"])),
         "channel": {k: v for k, v in record.manifest["identity"]["channel"].items() if channel[k] != v},
     }
 

@@ -144,12 +144,12 @@ def main_table_rows(model: Model) -> list[dict[str, Any]]:
     """Return rows of cells: the text, the number to sort by, and the difference to the best."""
     out = []
     for place, run in enumerate(model["runs"]):
-        statistics = mean_and_std(run["tables"])
+        statistics = mean_and_std(run["tables"]) | run.get("beside", {})
         cells = []
-        for column in model["columns"]:
+        for column in [*model["columns"], *model.get("beside", ())]:
             mean, std = statistics.get(column, (None, None))
             verdict = model["verdicts"].get(column)
-            cell: dict[str, Any] = {"text": format_cell(mean, std, "text"), "sort": mean, "mark": ""}
+            cell: dict[str, Any] = {"text": format_cell(mean, std, "text", column), "sort": mean, "mark": ""}
             if verdict and place == verdict["best"]:
                 cell["mark"] = "best"
             elif verdict and (gap := verdict["differences"].get(str(place))):
