@@ -27,6 +27,8 @@ suppress_warnings = ["misc.highlighting_failure"]
 html_theme = "furo"
 html_title = f"fedvlm {release}"
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["docs.css"]
 nitpicky = True
 
 

@@ -159,7 +159,7 @@ RULE_TEXTS = {
         "the mean of few images is nearly the images themselves",
     ),
     "min_samples": (
-        "with fewer training samples than this nothing is trained",
+        "with fewer training samples (patients, where the data name them) nothing is trained",
         "a model of a handful of samples reveals them",
     ),
     "max_samples": ("maximum of training samples that are used, drawn here; 0: all", "what is not used cannot leave"),
