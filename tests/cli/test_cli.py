@@ -222,7 +222,7 @@ def test_partition_shows_the_partition_of_a_run(ok, store, protocol):
     counts = {}
     for id, client in prepared.partition.clients.items():
         indices = [client.train, client.validation, client.test, client.calibration]
-        indices += [prepared.new.members[id].test] if prepared.new else []
+        indices += [other.members[id].test for other in prepared.others.values()]
         counts[id] = np.bincount(samples.labels[np.concatenate(indices)], minlength=len(samples.classes)).tolist()
     assert {line[0]: list(map(int, line[1:-1])) for line in lines} == counts
 
