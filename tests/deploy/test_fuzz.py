@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedvlm.deploy.identity.keys import Signer
+from fedvlm.deploy.operations.events import EventLog
 from fedvlm.deploy.server.engine import OpeningExchange, RemoteEngine
+from fedvlm.deploy.server.evaluation import EvaluationEngine, evaluation_spec, read_tested
 from fedvlm.deploy.site.service import UnsignedMessageError
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.engines.flower.messages import Message
@@ -31,7 +33,7 @@ words = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=6,
 )
-KINDS = ["open", "round", "adapt"]
+KINDS = ["open", "round", "adapt", "evaluate"]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,15 @@ def recorded(tmp_path_factory, rows_like, place_of):
 
     site.answer = listen
     grid = local_grid(place.desks)
-    place.run(grid=grid)
+    result, log_event = place.run(grid=grid), EventLog(place.kit.folder)
+    tested = [read_tested(place.kit, str(result.folder))]
+    evaluation = EvaluationEngine(grid, place.kit, evaluation_spec(tested, (), {}), tested, log_event)
+    evaluation.wait_for_sites()
     del site.answer
     engine = RemoteEngine(grid, place.kit, pairs["open"][0].header["spec"], {})
     engine.wait_for_sites()
-    return place, engine, pairs
+    openings = {"open": OpeningExchange(engine, {}, 1.0), "evaluate": OpeningExchange(evaluation, {}, 1.0)}
+    return place, {**dict.fromkeys(KINDS, engine), **openings}, pairs
 
 
 def changed(about, path, value):
@@ -89,13 +95,12 @@ def test_a_site_answers_whatever_the_server_signs(recorded, kind, path, value):
 @few_examples
 @given(kind=st.sampled_from(KINDS), path=st.integers(0, 200), value=words)
 def test_a_server_reads_whatever_a_site_signs(recorded, kind, path, value):
-    place, engine, pairs = recorded
+    place, engines, pairs = recorded
     request, reply = pairs[kind]
     signed_reply = place.desks["art"].sign(Message(changed(reply.header, path, value), reply.arrays))
-    at = OpeningExchange(engine, {}, 1.0) if kind == "open" else engine
     reason = None
     try:
-        message = at._check_reply(signed_reply, "art", request)
+        message = engines[kind]._check_reply(signed_reply, "art", request)
     except FederationError as error:
         reason = str(error)
     assert len(reason) < 1000 if reason else message.header.keys() == reply.header.keys()

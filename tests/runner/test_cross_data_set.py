@@ -9,6 +9,8 @@ import torch
 from fedvlm.data.table import with_test_data
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.record import Record
+from fedvlm.report.page.model import build_model
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import check_samples, prepare, split_classes
 from fedvlm.runner.run import execute
@@ -63,6 +65,8 @@ def test_training_reaches_the_target(rows, tmp_path):
         for name, method in (("zero", "zero-shot"), ("trained", PROMPTS))
     )
     assert trained["on others"] != zero["on others"]
+    (sentence,) = build_model([Record(tmp_path / "zero"), Record(tmp_path / "trained")])["sentences"]
+    assert sentence.startswith("On the test samples of the data that were trained on, ")
 
 
 def test_an_image_that_is_trained_on_is_not_tested_on(halves):

@@ -151,7 +151,8 @@ def reopen_run(result: Record, embedded: EmbeddedTable | None, progress: Progres
         settings, rows = shrink_for_smoke(settings, rows)
     if rows.fingerprint != about["rows"]:
         then, now = about["rows"][:12], rows.fingerprint[:12]
-        raise DataError(f"{result.folder} is of the rows {then}, but there are now {now}; audit it with its own data")
+        problem = f"{result.folder} is of the rows {then}, but there are now {now}"
+        raise DataError(f"{problem}; audit it with the data it was run on")
     return settings, rows
 
 

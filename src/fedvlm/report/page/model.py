@@ -45,6 +45,7 @@ COLUMN_MEANINGS = {
     "P": "On the domains of the clients that trained (P)",
     "own": "On the clients' own test samples",
     "base": "On classes that were trained on",
+    "source": "On the test samples of the data that were trained on",
     "clients accuracy": "On the clients that trained",
     "target accuracy": "On the unseen target",
 }
