@@ -214,12 +214,8 @@ def select_finding(stacked: Tensors, finding: int) -> Tensors:
 
 
 def _unstack(stacked: Tensors) -> list[Tensors]:
-    return [select_finding(stacked, finding) for finding in range(_count_findings(stacked))]
-
-
-def _count_findings(stacked: Tensors) -> int:
     counts = [
         1 + int(key.removeprefix(SINGLE_PREFIX).partition(" ")[0]) if key.startswith(SINGLE_PREFIX) else len(value)
         for key, value in stacked.items()
     ]
-    return max(counts, default=0)
+    return [select_finding(stacked, finding) for finding in range(max(counts, default=0))]

@@ -73,7 +73,11 @@ def subgroup_charts(runs: Sequence[tuple[str, SubgroupTables]]) -> list[Chart]:
     """Return a chart for each column: a dot for each subgroup and run with its interval; suppressed ones are absent."""
     charts = []
     for column in dict.fromkeys(column for _, tables in runs for column in tables):
-        names = sorted({row["subgroup"] for _, tables in runs for row in tables.get(column, ())})
+        listed = [row for _, tables in runs for row in tables.get(column, ())]
+        names, shown = (
+            sorted({row["subgroup"] for row in listed}),
+            {r["subgroup"] for r in listed if not r["suppressed"]},
+        )
         step, series = min(0.12, 0.8 / len(runs)), []
         for position, (run, tables) in enumerate(runs):
             rows = [row for row in tables.get(column, ()) if row.get("value") is not None]
@@ -81,13 +85,9 @@ def subgroup_charts(runs: Sequence[tuple[str, SubgroupTables]]) -> list[Chart]:
             points = [(x, row["value"]) for x, row in zip(places, rows, strict=True)]
             band = [(x, row["low"], row["high"]) for x, row in zip(places, rows, strict=True) if row["low"] is not None]
             series.append(Series(run, points, position, band))
-        labels = [f"{name} (suppressed)" if _is_suppressed(name, column, runs) else name for name in names]
+        labels = [name if name in shown else f"{name} (suppressed)" for name in names]
         charts.append(Chart(f"AUC by {column}", "", "AUC (%)", series, kind="dots", categories=labels))
     return charts
-
-
-def _is_suppressed(name: str, column: str, runs: Sequence[tuple[str, SubgroupTables]]) -> bool:
-    return all(row["suppressed"] for _, tables in runs for row in tables.get(column, ()) if row["subgroup"] == name)
 
 
 def subgroup_tables(record: Record, columns: Sequence[str] = (), metric: str = "") -> SubgroupTables:
