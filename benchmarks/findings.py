@@ -11,6 +11,7 @@ import time
 import warnings
 
 import numpy as np
+from figures import report
 
 import fedvlm
 
@@ -58,10 +59,15 @@ def main() -> None:
     processor = processor_seconds() - begun
     peak_mb, worker_mb = (resource.getrusage(who).ru_maxrss / 1024 for who in WHOSE)
     sizes = f"{options.samples} samples x {options.findings} findings x {options.dim} dimensions"
-    print(f"{sizes}, {options.clients} sites")
-    print(f"{options.method}: {seconds:.1f} s, {processor:.1f} s of processor time, mean AUC {auc:.3f}")
-    print(
-        f"peak memory {peak_mb:.0f} MB, of which {before_mb:.0f} MB before the run; largest worker {worker_mb:.0f} MB"
+    print(f"{sizes}, {options.clients} sites; mean AUC {auc:.3f}")
+    report(
+        f"{options.method}: {seconds:.1f} s, {processor:.1f} s of processor time; peak memory {peak_mb:.0f} MB, of "
+        f"which {before_mb:.0f} MB before the run; largest worker {worker_mb:.0f} MB",
+        options.method,
+        s=seconds,
+        processor_s=processor,
+        mb=peak_mb,
+        worker_mb=worker_mb,
     )
 
 

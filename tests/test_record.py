@@ -13,7 +13,7 @@ from fedvlm import record
 from fedvlm.engines.state import State, pack_state, unpack_state
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.files import read_tensors, write_file, write_tensors
+from fedvlm.storage.files import read_json, read_tensors, write_file, write_json, write_tensors
 
 TENSORS = {"head": torch.arange(12.0).reshape(3, 4), "count": torch.tensor(3)}
 
@@ -118,7 +118,7 @@ def test_two_processes_do_not_work_in_one_directory(tmp_path):
 def test_a_damaged_manifest_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(DataError, match=r"manifest.json is damaged .* run again"):
-        record.read_json(tmp_path / "manifest.json")
+        read_json(tmp_path / "manifest.json")
 
 
 def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path):
@@ -157,7 +157,7 @@ def test_a_record_of_another_format_is_refused_with_both_numbers(tmp_path, numbe
     run.start(about)
     assert run.manifest["format"] == record.RECORD_FORMAT
     stored = {key: value for key, value in run.manifest.items() if key != "format"}
-    record.write_json(tmp_path / "manifest.json", stored if number is None else {**stored, "format": number})
+    write_json(tmp_path / "manifest.json", stored if number is None else {**stored, "format": number})
     shown_number = "none" if number is None else number
     message = rf"format {shown_number}, and this fedvlm reads format {record.RECORD_FORMAT}; .*9\.9.*run again"
     for read in (lambda: record.Record(tmp_path).manifest, lambda: run.start(about)):

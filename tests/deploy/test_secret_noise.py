@@ -8,7 +8,7 @@ import torch
 from fedvlm import seeds
 from fedvlm.core import make
 from fedvlm.engines.client import channel_noise, make_client
-from fedvlm.record import read_tensors
+from fedvlm.storage.files import read_tensors
 from fedvlm.testing import toy_world
 
 METHODS = [

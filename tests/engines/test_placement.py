@@ -31,6 +31,7 @@ PROMPTS = [name for name in METHOD_NAMES if "text tower" in make(name).traits.ne
 # same mode.
 ROWS = "leaves out steps in which nobody has a row"
 HELD = "multiplies texts with the means of classes a client has alone"
+CONVERGED = "stops when its fit has converged"
 CACHE = "remembers a prompt's features by its values"
 DATA_DEPENDENT = {
     **{(name, "update_many"): ROWS for name in PROMPTS if name not in ("cocoop", "dp-fpl", "fedtpg", "pfedmoap")},
@@ -38,6 +39,7 @@ DATA_DEPENDENT = {
     **{(name, "update_many"): ROWS for name in ("faa-clip", "fedclip", "fedavg", "fedprox")},
     **{(name, "update_many"): ROWS for name in ("fedot", "fedot-all-global", "fedot-all-local")},
     **{(name, "update_many"): ROWS for name in ("scaffold", "fedrep")},
+    ("pooled", "update"): CONVERGED,
     **{("tofa", verb): HELD for verb in ("update", "update_many")},
 }
 

@@ -200,7 +200,7 @@ def _check_attack(settings: Settings) -> None:
         reason = "is simulated in one process, but with engine = 'flower' clients upload for themselves"
         raise SettingsError(f"attack = {settings.attack!r} {reason}; leave engine out")
     if not settings.method.rounds:
-        problem = f"attack = {settings.attack!r}: {settings.method.name} has no rounds"
+        problem = f"attack = {settings.attack!r}: {settings.method.name} has no rounds and so no uploads"
         raise SettingsError(f"{problem}; choose one that trains")
 
 
