@@ -22,8 +22,9 @@ from fedvlm.deploy.site import peers as site_peers
 from fedvlm.deploy.site import sums
 from fedvlm.deploy.site.service import Site
 from fedvlm.deploy.statements import UploadStatement, hash_vector, initial_shared, next_state, open_sum, to_vector
+from fedvlm.engines.flower import import_flower
 from fedvlm.engines.flower.client import to_arrays
-from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.engine import NODE_UNAVAILABLE, local_grid
 from fedvlm.engines.flower.messages import Message, checksum
 from fedvlm.runner.prepare import trainings_of
 
@@ -584,6 +585,29 @@ def test_a_member_that_refuses_stops_the_run_with_its_name_and_the_run_resumes(p
     assert resumed.outcome("all")[0]["head"].isfinite().all()
     alone = place.alone(settings)
     torch.testing.assert_close(resumed.outcome("all")[0]["head"], alone.outcome("all")[0]["head"])
+
+
+def test_a_member_whose_node_is_gone_for_a_moment_is_waited_for(place, monkeypatch):
+    """Flower answers for a node without a heartbeat by an error of its own."""
+    grid, gone = local_grid(place.desks), []
+    pull, photo = grid.pull_messages, grid.nodes["photo"]
+
+    def pull_messages(ids):
+        replies = list(pull(ids))
+        for place_of, reply in enumerate(replies):
+            if reply.metadata.src_node_id == photo and reply.metadata.group_id == "1" and not gone:
+                gone.append(reply)
+                request = next(m for m in grid.messages if m.metadata.message_id == reply.metadata.reply_to_message_id)
+                error = import_flower().Error(NODE_UNAVAILABLE, "Error: Node Unavailable")
+                replies[place_of] = import_flower().Message(error, reply_to=request)
+        return replies
+
+    grid.pull_messages = pull_messages
+    monkeypatch.setattr("fedvlm.deploy.server.sums.sleep", lambda seconds: None)
+    settings = place.settings(FEDAVG, channel=CHANNEL)
+    done = place.run(settings, grid=grid)
+    assert gone
+    torch.testing.assert_close(done.outcome("all")[0]["head"], place.alone(settings).outcome("all")[0]["head"])
 
 
 def test_an_unsigned_step_is_dropped(server):

@@ -18,6 +18,7 @@ from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.tensors import max_relative_difference
 
 TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
+NODE_UNAVAILABLE = 5  # Flower's code of the error by which it answers for a client that is offline
 CLIENT_STATE = "the state of this client"
 MESSAGE_TYPES = {"open": "query", "evaluate": "query"}  # Flower's words for ours; all others are "train"
 
@@ -152,7 +153,9 @@ class FlowerEngine:
         """Return the reply as a message, if it is intact, from this client, and to this request."""
         context = _describe_request(id, request)
         if message.has_error():
-            reason = self.exclusion_reason(id) or self.describe_error(message.error.reason)
+            is_offline = message.error.code == NODE_UNAVAILABLE
+            reason = "it is not connected" if is_offline else self.describe_error(message.error.reason)
+            reason = self.exclusion_reason(id) or reason
             raise FederationError(f"{context}: {reason}")
         return self._check_reply(messages.from_records(message.content, context), id, request)
 
