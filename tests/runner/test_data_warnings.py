@@ -9,7 +9,7 @@ from PIL import Image
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
 from fedvlm.data.partition import SampleList, list_samples, make_partition
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 
@@ -45,6 +45,23 @@ def test_oddities_of_a_folder_are_said_before_the_run_and_a_finished_one_is_name
     messages.clear()
     execute(settings, tmp_path / "r", log=messages.append)
     assert messages == [f"already finished, read from {tmp_path / 'r'}; --force re-runs it"]
+
+
+def test_a_finished_run_of_a_table_that_has_changed_since_is_not_read(tmp_path: Path) -> None:
+    store, columns = tmp_path / "rows.npz", {"y": np.tile([0, 1], 30), "clients": np.repeat(["a", "b"], 30)}
+    np.savez(store, x=np.random.default_rng(0).normal(size=(60, 4)), **columns)
+    settings = build(
+        {"method": "alone", "encoder": f"store:{store}", "protocol": "own-test", "clients": {"partition": "own"}}
+    )
+    record = execute(settings, tmp_path / "r")
+    assert execute(settings, tmp_path / "r").manifest == record.manifest
+    np.savez(store, x=np.random.default_rng(1).normal(size=(60, 4)), **columns)
+    with pytest.raises(
+        SettingsError, match=r"holds another run, which differs in(.|\n)*rows: there(.|\n)*delete that one"
+    ):
+        execute(settings, tmp_path / "r")
+    store.unlink()
+    assert execute(settings, tmp_path / "r").manifest == record.manifest
 
 
 def manifest(folder: Path, lines: list[str]) -> str:

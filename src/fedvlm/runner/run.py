@@ -134,8 +134,8 @@ def _open_run(
         settings = reuse_tuned(settings, record.manifest)
     if record.result() is not None and not options.again:
         current: dict[str, Any] = {"identity": settings.identity()}
-        if embedded is not None:
-            current |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
+        if (samples := _embedded_samples(settings, load, options)) is not None:
+            current |= {"encoder": samples.encoder, "rows": samples.fingerprint}
         record.compare(current)
         lock.close()
         options.log(f"already finished, read from {record.folder}; --force re-runs it")
@@ -145,6 +145,14 @@ def _open_run(
     _begin_record(seeds, settings, record, warnings, tuned, options)
     collect_lost_trainings(record)
     return _Run(record, seeds, lock)
+
+
+def _embedded_samples(settings: Settings, load: Loader, options: RunOptions) -> EmbeddedTable | None:
+    """Return samples that need no encoder: those in memory, or of a table that is still there."""
+    kind, _, file = settings.encoder.partition(":")
+    if options.embedded is None and kind == "store" and Path(file).exists():
+        return load(settings, options.report)[0]
+    return options.embedded
 
 
 def _has_manifest(record: Record) -> bool:
