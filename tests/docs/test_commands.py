@@ -53,7 +53,8 @@ def test_pages_have_commands_and_no_block_that_is_not_run():
 def test_a_tutorial_shows_the_script_that_it_runs(page, script):
     text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
     assert f":::{{literalinclude}} ../../examples/{script}.py\n" in text
-    assert f"python examples/{script}.py\n" in [part for _, part in blocks(ROOT / "docs" / "tutorials" / f"{page}.md")]
+    commands = [part for _, part in blocks(ROOT / "docs" / "tutorials" / f"{page}.md")]
+    assert {f"python examples/{script}.py\n", f"python examples/{script}.py .\n"} & {*commands}
     starts = re.findall(r"(?m)^:start-at: (.*)$", text)
     source = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
     assert [source.count(start) for start in starts] == [1], "where the shown part begins is not clear"
